@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import os
 import random
 import re
 import subprocess
@@ -26,8 +25,10 @@ from pathlib import Path
 import numpy as np
 from measure import ROOT, write_results
 
-MODEL = ROOT / "jaxglue" / "recipes" / "quickstart" / "model"
+QUICKSTART = ROOT / "jaxglue" / "recipes" / "quickstart" / "model"
 _BODY = 3_900_000
+_START = 20.0
+"""Seconds before the first phase, in which clients ask already and the hostile one's process starts."""
 _SETTLE = 1.0
 """Seconds at the begin of a phase whose requests do not count: those before it still have an effect."""
 
@@ -55,7 +56,7 @@ async def client(port: int, seed: int, pause: float, samples: list[tuple[float, 
         begin = time.monotonic()
         status = await post(port, "/v1/completions", json.dumps(body).encode())
         samples.append((begin, time.monotonic() - begin, status))
-        await asyncio.sleep(rng.expovariate(1 / pause))
+        await asyncio.sleep(min(rng.expovariate(1 / pause), max(end - time.monotonic(), 0)))
 
 
 def bodies() -> dict[str, list[bytes]]:
@@ -68,7 +69,7 @@ def bodies() -> dict[str, list[bytes]]:
         return json.dumps({"prompt": "a", "max_tokens": 900} | body).encode()
 
     long, rare = "a b " * (_BODY // 4), "ab" * (_BODY // 2)
-    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "word " * 20}} for i in range(25_000)]
+    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "word " * 20}} for i in range(22_000)]
     large = [
         chat(messages=[{"role": "user", "content": long}]),
         chat(messages=[{"role": "user", "content": rare}]),
@@ -102,10 +103,14 @@ async def _attack(port: int, kind: str, requests: list[bytes], end: float, statu
     while time.monotonic() < end:
         paths = [path if b'"messages"' in request else "/v1/completions" for request in requests]
         sent = [post(port, path, request) for path, request in zip(paths, requests, strict=True)]
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(max(end - time.monotonic(), 0.1)):
-                for status in await asyncio.gather(*sent):
-                    statuses[f"{kind} {status}"] = statuses.get(f"{kind} {status}", 0) + 1
+        with contextlib.suppress(OSError):
+            done, under_way = await asyncio.wait(
+                map(asyncio.create_task, sent), timeout=max(end - time.monotonic(), 0.1)
+            )
+            for task in under_way:
+                task.cancel()
+            for status in [*(task.result() for task in done), *["left"] * len(under_way)]:
+                statuses[f"{kind} {status}"] = statuses.get(f"{kind} {status}", 0) + 1
         await asyncio.sleep(0.05)
 
 
@@ -121,27 +126,29 @@ async def _drip(port: int, end: float) -> None:
         writer.close()
 
 
-def hostile(port: int, seconds: float, answers: "multiprocessing.Queue") -> None:
-    """Attack for some seconds; put the statuses by kind into the queue."""
-    statuses: dict[str, int] = {}
+def hostile(port: int, phases: list[tuple[float, float]], answers: "multiprocessing.Queue") -> None:
+    """Attack in phases, begins and ends of `time.monotonic`; put the statuses by kind into the queue."""
+    requests, statuses = bodies(), dict[str, int]()
+    answers.put(None)
 
     async def run() -> None:
-        end = time.monotonic() + seconds
-        attacks = [_attack(port, kind, requests, end, statuses) for kind, requests in bodies().items()]
-        await asyncio.gather(*attacks, *(_drip(port, end) for _ in range(50)))
+        for begin, end in phases:
+            await asyncio.sleep(begin - time.monotonic())
+            attacks = [_attack(port, kind, bodies, end, statuses) for kind, bodies in requests.items()]
+            await asyncio.gather(*attacks, *(_drip(port, end) for _ in range(50)))
 
     asyncio.run(run())
     answers.put(statuses)
 
 
 @contextlib.contextmanager
-def server(port: int, log: Path):
-    """Start the server; yield its process once it answers."""
-    flags = ["--model", MODEL, "--random-weights", "0", "--port", str(port), "--name", "tiny", "--no-request-log"]
+def server(model: Path, port: int, log: Path):
+    """Start the server on random weights; yield its process once it answers."""
+    flags = ["--model", model, "--random-weights", "0", "--port", str(port), "--name", "tiny", "--no-request-log"]
     command = [sys.executable, "-m", "jaxglue", "serve", *map(str, flags)]
     with (
         log.open("w") as file,
-        subprocess.Popen(command, stderr=file, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as run,
+        subprocess.Popen(command, stderr=file) as run,
     ):
         try:
             while b"serving" not in log.read_bytes():
@@ -154,27 +161,21 @@ def server(port: int, log: Path):
 
 
 async def measure(port: int, phases: int, seconds: float, clients: int, pause: float) -> dict:
-    """Return the others' samples by phase, without and with the hostile client in turns."""
+    """Return the others' latencies without and with the hostile client, in turns."""
     samples: list[tuple[float, float, int]] = []
-    begin = time.monotonic() + 5.0  # the first answers come without being counted
+    begin = time.monotonic() + _START
     end = begin + phases * seconds
     asking = [asyncio.create_task(client(port, i, pause, samples, end)) for i in range(clients)]
-    queue: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
-    attackers = []
-    for phase in range(phases):
-        await asyncio.sleep(max(begin + phase * seconds - time.monotonic(), 0))
-        if phase % 2:
-            context = multiprocessing.get_context("spawn")
-            attacker = context.Process(target=hostile, args=(port, seconds - 1.0, queue))
-            attacker.start()
-            attackers.append(attacker)
+    context = multiprocessing.get_context("spawn")
+    answers: multiprocessing.Queue = context.Queue()
+    begins = [begin + phase * seconds for phase in range(1, phases, 2)]
+    attacker = context.Process(target=hostile, args=(port, [(b, b + seconds - 1.0) for b in begins], answers))
+    attacker.start()
     await asyncio.gather(*asking)
-    statuses: dict[str, int] = {}
-    for attacker in attackers:
-        for name, count in queue.get(timeout=60).items():
-            statuses[name] = statuses.get(name, 0) + count
-        attacker.join(60)
-    return _summary(samples, begin, phases, seconds) | {"hostile": statuses}
+    assert answers.get(timeout=60) is None
+    statuses = answers.get(timeout=60)
+    attacker.join(60)
+    return _summary(samples, begin, phases, seconds) | {"hostile": dict(sorted(statuses.items()))}
 
 
 def _summary(samples: list[tuple[float, float, int]], begin: float, phases: int, seconds: float) -> dict:
@@ -195,22 +196,29 @@ def _summary(samples: list[tuple[float, float, int]], begin: float, phases: int,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=QUICKSTART, help="folder with config.json and tokenizer")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between a client's requests")
     parser.add_argument("--phases", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase")
     parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--gpu", default="none: the CPU", help="name for the result file")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, server(arguments.port, Path(folder) / "log") as run:
+    with tempfile.TemporaryDirectory() as folder, server(arguments.model, arguments.port, Path(folder) / "log") as run:
         settings = arguments.phases, arguments.seconds, arguments.clients, arguments.pause
         result = asyncio.run(measure(arguments.port, *settings))
         memory = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{run.pid}/status").read_text())
         result["server_memory_gib"] = round(int(memory[1]) / 2**20, 2) if memory else None
-    result |= {"clients": arguments.clients, "pause_s": arguments.pause, "phase_s": arguments.seconds}
+    result |= {
+        "model": arguments.model.name,
+        "clients": arguments.clients,
+        "pause_s": arguments.pause,
+        "phase_s": arguments.seconds,
+    }
     print(json.dumps(result, indent=1))
     if arguments.json:
-        write_results(arguments.json, result, gpu="none: the CPU")
+        write_results(arguments.json, result, gpu=arguments.gpu)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params, split_model
+from jaxglue.ops.choices import SERVED
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.device_memory import bound_pool, leave_small_blocks, outside_pool, take_fitting_blocks
 from jaxglue.planner.flops import mean_visible_keys
@@ -270,7 +271,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     for name in ("model", "adapter"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--batches", type=Path, required=True)
-    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
+    parser.add_argument("--quantize", choices=("none", "nf4", *SERVED), default="none")
     parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
     parser.add_argument("--remat", default=AUTO)

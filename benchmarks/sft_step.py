@@ -108,6 +108,20 @@ ROWS = {
     "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
+    "qwen3-8b, 2,048 tokens": Row(shape="qwen3-8b", tokens=2048, engines=("ours",), steps=30),
+    **{
+        f"qwen3-8b, {tokens:,} tokens, served as {kind}": Row(
+            shape="qwen3-8b",
+            tokens=tokens,
+            quantize=f"served_{kind}",
+            engines=("ours",),
+            steps=10 if tokens > 9999 else 30,
+        )
+        for tokens in (16384, 2048)
+        for kind in ("nvfp4", "nf4", "q4_k_m")
+    },
+    "lfm2-1.2b": Row(shape="lfm2-1.2b", peer_memory=True),
+    "tiny LFM2": Row(shape="tiny-lfm2", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
     "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
     "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),

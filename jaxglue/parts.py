@@ -4,6 +4,7 @@ Such files are code, so a command imports one only if its own command line names
 """
 
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +23,15 @@ from jaxglue.settings.spelling import nearest
 _GROUP = "jaxglue.parts"
 """Entry points of installed packages that add kinds."""
 _PIN = "#sha256="
+_PACKAGE = "package:"
+"""Begins the record of an installed package, `package:name==version`."""
 _NAMED = Path("~/.cache/jaxglue/parts")
 """Folder with a file for each digest of code that a command line of this user has named."""
 _loaded: dict[str, "Part"] = {}
 """Imported files by digest."""
+_packages: dict[str, str] = {}
+"""Versions of the installed packages whose parts are imported, by name."""
+_log = logging.getLogger(__name__)
 
 
 class Registry[T](Mapping[str, T]):
@@ -107,9 +113,9 @@ class Registry[T](Mapping[str, T]):
 class PartsConfig(Config):
     """Base of configurations of commands that take kinds from files."""
 
-    parts: Annotated[tuple[str, ...], Code()] = ()
+    parts: Annotated[tuple[str, ...], Code(lambda text: None if text.startswith(_PACKAGE) else text)] = ()
     """Python files that add objectives, optimizers, formats of weights or model families; a run records each with its
-    digest, `my_parts.py#sha256=…`."""
+    digest, `my_parts.py#sha256=…`, and installed packages that add some, `package:name==version`."""
 
 
 class Part(NamedTuple):
@@ -142,6 +148,8 @@ def load_kinds(texts: str | Iterable[str] = ()) -> None:
         if point.value.partition(":")[0] not in sys.modules:
             with _explained(f"the entry point {point.name} of {_GROUP}", None):
                 point.load()
+        if point.dist is not None:
+            _packages[point.dist.name] = point.dist.version
     load_parts((texts,) if isinstance(texts, str) else texts)
 
 
@@ -151,7 +159,11 @@ def load_parts(texts: Iterable[str]) -> None:
     Raises:
         ValueError: a file is missing or has other contents than its digest says, or its import fails; names its line.
     """
-    for part in map(Part.parse, texts):
+    for text in texts:
+        if text.startswith(_PACKAGE):
+            _require_package(text, "--parts")
+            continue
+        part = Part.parse(text)
         path = Path(part.file).expanduser()
         try:
             source = read_regular(path)
@@ -183,11 +195,27 @@ def _explained(what: str, path: Path | None) -> Iterator[None]:
         raise ValueError(f"{what}{line}: {type(error).__name__}: {error}") from error
 
 
+def _require_package(text: str, where: str) -> None:
+    """Raise ValueError for a recorded package whose parts are not imported; tell of another version."""
+    name, _, version = text.removeprefix(_PACKAGE).partition("==")
+    if name not in _packages:
+        raise ValueError(f"{where}: the package {name} {version} added parts, and is not installed: install it")
+    if version and version != _packages[name]:
+        _log.warning("%s: parts of %s %s are recorded, and %s is installed", where, name, version, _packages[name])
+
+
 def pinned(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return parts that this process has imported with the digests of their files, by absolute paths."""
-    parts = [(Path(Part.parse(text).file).expanduser().resolve(), text) for text in texts]
+    """Return parts that this process has imported, as a run records them.
+
+    Files have their digests and absolute paths; installed packages that add parts follow with their versions.
+    """
+    files = [text for text in texts if not text.startswith(_PACKAGE)]
+    parts = [(Path(Part.parse(text).file).expanduser().resolve(), text) for text in files]
     digests = {Path(part.file).expanduser().resolve(): part.digest for part in _loaded.values()}
-    return tuple(str(Part(str(path), digests[path])) if path in digests else text for path, text in parts)
+    return (
+        *(str(Part(str(path), digests[path])) if path in digests else text for path, text in parts),
+        *(f"{_PACKAGE}{name}=={version}" for name, version in sorted(_packages.items())),
+    )
 
 
 def require_parts(texts: Iterable[str], where: str) -> None:
@@ -198,7 +226,11 @@ def require_parts(texts: Iterable[str], where: str) -> None:
         where: the file that records them.
     """
     names = {Path(part.file).name for part in _loaded.values()}
-    for part in map(Part.parse, texts):
+    for text in texts:
+        if text.startswith(_PACKAGE):
+            _require_package(text, where)
+            continue
+        part = Part.parse(text)
         if part.digest not in _loaded and Path(part.file).name not in names:
             raise ValueError(
                 f"{where} records parts from {part.file}, which is code: add --parts {part.file} to run it"
@@ -215,7 +247,9 @@ def note_named(files: Iterable[str]) -> None:
 
 
 def is_own(text: str) -> bool:
-    """Tell whether a command line of this user has named the contents of a file of code before."""
+    """Tell whether a command line of this user has named the contents of a file of code before; packages pass."""
+    if text.startswith(_PACKAGE):
+        return True  # its user installed it
     part = Part.parse(text)
     with suppress(OSError, ValueError):
         digest = file_digest(Path(part.file).expanduser())

@@ -110,6 +110,8 @@ class Mixer:
     """A state of fixed size stands for the tokens before, and follows one continuation of them."""
     extends: ClassVar[bool] = False
     """Keys and values of all tokens are in pages, so that several tokens at once can follow them."""
+    verifies: ClassVar[bool] = False
+    """Several tokens at once can follow its states, of which a cache has one behind each of them."""
     splits_heads: ClassVar[bool] = False
     """Devices along `tensor` can have some of its heads each."""
     record: ClassVar[str | None] = None
@@ -334,6 +336,8 @@ class DecoderConfig:
     """Score every token in place of projecting it to the vocabulary, as reward models and classifiers do."""
     labels: int = field(default=1, repr=False)
     """Scores of a token where it is scored: one for each label of a classifier."""
+    bidirectional: bool = field(default=False, repr=False)
+    """Tokens see those after them, too, as of models of embeddings: others refuse it (`require_causal`)."""
     fp8_head: bool = False
     """Multiply the frozen output projection in FP8 in training."""
     fp8_experts: bool = False
@@ -444,6 +448,14 @@ class DecoderConfig:
         if self.vision is not None:  # which is loaded with the parts around it
             return BESIDE_VISION
         return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
+
+    def require_causal(self, name: object) -> None:
+        """Raise ValueError for a model whose tokens see those after them."""
+        if self.bidirectional:
+            raise ValueError(
+                f"{name} attends to later tokens (is_causal in its config.json), as models of embeddings do: train it "
+                "with --objective embed --bidirectional, or use another"
+            )
 
     def scored(self, labels: int = 1) -> "DecoderConfig":
         """Return the config of a reward model or classifier: scores in place of the output projection.

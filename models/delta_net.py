@@ -36,7 +36,7 @@ class DeltaConfig(Mixer):
 
     title = "linear attention"
     module = "linear_attn"
-    recurrent = True
+    recurrent = verifies = True
     record = "delta"
 
     num_key_heads: int

@@ -252,8 +252,6 @@ def decoder_fields(
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
-    if not raw.get("is_causal", True):
-        raise ValueError(f"is_causal={raw['is_causal']!r} in config.json: attention to later tokens is not supported")
     if raw.get("per_layer_config"):
         raise ValueError(f"per_layer_config in config.json is not supported for {raw['model_type']}")
     if (act := raw.get("hidden_act", activations[0])) not in activations:
@@ -275,6 +273,7 @@ def decoder_fields(
         "rms_norm_eps": given.get("rms_norm_eps", eps),
         "tie_word_embeddings": given.get("tie_word_embeddings", False) and not labels,
         "scores": labels > 0,
+        "bidirectional": not raw.get("is_causal", True),
         "labels": max(labels, 1),
         "attention_bias": given.get("attention_bias", False),
         "mlp_bias": given.get("mlp_bias", False),

@@ -8,7 +8,7 @@ from jaxglue.models.delta_net import DeltaConfig
 from jaxglue.models.family import Family, Parts, register
 from jaxglue.models.hf_fields import decoder_fields, layer_windows, require_fields
 from jaxglue.models.qwen_vision import with_tower
-from jaxglue.models.wrapper import TEXT_PATH, Wrapper, wrap
+from jaxglue.models.wrapper import TEXT_PATH, Spelling, Wrapper, spell, wrap
 from jaxglue.ops.norm_rope import NormStyle
 
 _SIZES = {
@@ -61,3 +61,4 @@ WRAPPER = Wrapper(
 )
 register(Family(model_type="qwen3_5_text", config_from_hf=config_from_hf, parts=PARTS))
 wrap(WRAPPER)
+spell(Spelling(model_type="qwen3_5_text", others=("mtp.",)))

@@ -8,7 +8,7 @@ from jaxglue.models import qwen3_5
 from jaxglue.models.config import DecoderConfig, MoeConfig
 from jaxglue.models.family import ExpertParts, Family, register
 from jaxglue.models.hf_fields import expert_format, require_fields
-from jaxglue.models.wrapper import wrap
+from jaxglue.models.wrapper import Spelling, spell, wrap
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -40,3 +40,4 @@ register(
     )
 )
 wrap(replace(qwen3_5.WRAPPER, model_type="qwen3_5_moe", text_types=("qwen3_5_moe_text",)))
+spell(Spelling(model_type="qwen3_5_moe_text", others=("mtp.",)))

@@ -15,10 +15,11 @@ from jaxglue.models.family import Parts
 from jaxglue.models.linear import layer_linear
 from jaxglue.models.residual import Branch
 from jaxglue.ops import names
+from jaxglue.ops.backend import BackendChoice, Capability
 from jaxglue.ops.projection import Projection
 from jaxglue.ops.recurrence import SlotStates
 from jaxglue.ops.residual_norm import Normed
-from jaxglue.ops.short_convolution import short_convolution
+from jaxglue.ops.short_convolution import SHORT_CONVOLUTION, ShortConvolutionCall, short_convolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ShortConvConfig(Mixer):
 
     title = "short convolutions"
     module = "conv"
-    recurrent = True
+    recurrent = verifies = True
 
     channels: int
     """The model's width D."""
@@ -68,6 +69,11 @@ class ShortConvConfig(Mixer):
             return None
         return (jax.random.normal(key, spec.shape) * self.width**-0.5).astype(spec.dtype)
 
+    def backends(self, capability: Capability | None, dtype) -> dict[str, BackendChoice]:
+        """See `Mixer`."""
+        call = ShortConvolutionCall(dtype=dtype, taps=self.width, bias=self.bias)
+        return {self.title: SHORT_CONVOLUTION.choose(capability, call)}
+
 
 class ChannelConvolution(nnx.Module):
     """Weights of a causal convolution of each channel, and biases."""
@@ -83,7 +89,7 @@ class ShortConv(nnx.Module):
 
     value_names = (names.DELTA_INPUT,)
     """Names of `project`'s values, for checkpoint policies."""
-    gated = True
+    gated = False  # its gate is one of these
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, shape: ShortConvConfig, *, dtype, rngs: nnx.Rngs):
         linear, D = partial(layer_linear, config, kind, bias=shape.bias, dtype=dtype, rngs=rngs), shape.channels
@@ -96,21 +102,19 @@ class ShortConv(nnx.Module):
         values, gate = self.project(normed, context)
         return self.output(self.attend(values, context), gate, context)
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array], Array]:
-        """Return (B · x,) and the output's gate C, each [B, T, D]."""
-        joined = checkpoint_name(self.in_proj(normed, context), names.DELTA_INPUT)
-        before, gate, x = jnp.split(joined, 3, axis=-1)
-        return (before * x,), gate
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array], None]:
+        """Return B, C and x, side by side [B, T, 3·D]."""
+        return (checkpoint_name(self.in_proj(normed, context), names.DELTA_INPUT),), None
 
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T D"]:
-        """Convolve within the context."""
+        """Multiply, convolve and gate within the context."""
         bias = None if self.conv.bias is None else self.conv.bias[...]
         return context.recur(short_convolution(self.conv.weight[...], bias), *values)
 
-    def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:
-        """Gate the convolution's output and project it back."""
-        gated = attended.reshape(gate.shape) * gate
-        return Branch(lambda x: self.out_proj.add_to(x, gated, context))
+    def output(self, attended: Array, gate: None, context: LayerContext) -> Branch:
+        """Project the convolution's output back."""
+        flat = attended.reshape(*attended.shape[:2], -1)
+        return Branch(lambda x: self.out_proj.add_to(x, flat, context))
 
     @property
     def inputs(self) -> list[Projection]:

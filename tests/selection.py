@@ -15,6 +15,11 @@ def repeats_parts_of(test: str):
     return pytest.mark.slow(test)
 
 
+def thorough(test: str):
+    """Mark tests that take parts through many inputs or other programs; those of `test`, a file, run the parts once."""
+    return pytest.mark.slow(test)
+
+
 def repeats(cases: Any, *names: Any) -> list:
     """Return cases of one value, those of these names marked as repeats."""
     assert set(names) < set(cases), "some case runs in make test"

@@ -1,6 +1,7 @@
 """A few of the campaign's bad inputs (`fuzz_campaign.py`): each is refused in one line, and none is taken."""
 
 import pytest
+from selection import thorough
 
 pytest.importorskip("hypothesis")
 import fuzz_campaign as campaign
@@ -16,7 +17,7 @@ def test_bad_inputs_are_refused(subject, tmp_path):
     assert not faults
 
 
-@pytest.mark.slow
+@thorough("test_fuzz.py")
 @pytest.mark.parametrize("subject", subjects("gguf", "serve", "tinker"))
 def test_bad_requests_and_folders_are_refused(subject, tmp_path):
     pytest.importorskip("starlette")

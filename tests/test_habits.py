@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from selection import thorough
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -50,7 +51,7 @@ dataset_prepared_path: {folder}/cache
 output_dir: {folder}/run
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = thorough("settings/test_public_recipes.py")
 
 
 def served_answer(model: str) -> str:

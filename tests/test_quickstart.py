@@ -38,7 +38,7 @@ def made(folder, tmp_path_factory):
 
 
 def test_script_reproduces_the_shipped_files(folder, made):
-    for name in ("chats.jsonl", "pairs.jsonl", "digits.jsonl"):
+    for name in ("chats.jsonl", "pairs.jsonl", "digits.jsonl", "orders.jsonl", "notes.jsonl"):
         assert (made / name).read_bytes() == (folder / name).read_bytes()
     for name in ("model", "digits"):
         shipped, fresh = (load_tokenizer(root / name) for root in (folder, made))

@@ -25,6 +25,16 @@ def test_no_test_is_marked_slow_but_as_a_repeat():
     assert set(named) <= {"selection.py", "test_selection.py"}
 
 
+def test_thorough_tests_name_a_file_whose_tests_run():
+    named = {
+        node.args[0].value
+        for path in TESTS.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "thorough"
+    }
+    assert named and all((TESTS / name).is_file() for name in named)
+
+
 def test_repeated_tests_run():
     run, repeated = set(), set()
     for path in TESTS.rglob("test_*.py"):

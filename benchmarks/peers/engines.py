@@ -12,10 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 RANK = ALPHA = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+_LFM_TARGETS = ["q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -45,8 +47,8 @@ def versions() -> dict[str, str]:
 def targets(folder: str) -> list[str]:
     """Return the linear layers of a folder's model that get adapters, all of them."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        linear_attention = json.load(file)["model_type"].startswith("qwen3_5")
-    return TARGETS + _DELTA_TARGETS * linear_attention
+        model_type = json.load(file)["model_type"]
+    return _LFM_TARGETS if model_type == "lfm2" else TARGETS + _DELTA_TARGETS * model_type.startswith("qwen3_5")
 
 
 def import_unsloth():
@@ -155,6 +157,14 @@ def attention(engine: str, model) -> str:
     if model.config._attn_implementation == "flex_attention":  # Gemma 3, whose masks are compiled
         return "PyTorch's flex_attention"
     return "Unsloth's: xformers, or what it has instead"
+
+
+def convolution(model) -> str | None:
+    """Name what computes a model's short convolutions; None for a model without."""
+    if not any(name.endswith("conv.in_proj") for name, _ in model.named_modules()):
+        return None
+    found = find_spec("causal_conv1d")
+    return "causal_conv1d" if found else "PyTorch's, over documents' ends: causal_conv1d is not installed, has no wheel"
 
 
 def _varlen_attention() -> str:

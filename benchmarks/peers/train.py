@@ -126,6 +126,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     result |= {"versions": engines.versions(), "warm_up_s": seconds, **peaks(step)}
     if step.cuda:
         result["attention"] = engines.attention(args.engine, step.model)
+    if convolution := engines.convolution(step.model):
+        result["convolution"] = convolution
     yield result
     if step.cuda:
         yield result | {"kernels": step.kernels(batches[-1])}

@@ -18,7 +18,7 @@ from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.rl.given import named_functions
-from jaxglue.serve import answers, scores
+from jaxglue.serve import answers, measured, scores
 from jaxglue.serve.config import EvaluateConfig, GenerateConfig, ScoreConfig
 from jaxglue.serve.harness import run_tasks
 from jaxglue.settings.recipe import from_settings
@@ -100,14 +100,17 @@ def score(
 def evaluate(config: EvaluateConfig | Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness on a model; return the harness's results.
 
+    With `data`, measure a model that answers in one pass on these rows, and return the measures by name.
+
     Args:
-        config: model and tasks.
+        config: model and tasks, or data.
         settings: instead, by the names of the command's flags: `model`, `adapter`, `tasks`, `limit`, …
 
     Raises:
         ValueError: bad settings, folders or tasks.
     """
-    return run_tasks(_configured(EvaluateConfig, config, settings))
+    settled = _configured(EvaluateConfig, config, settings)
+    return measured.measure_rows(settled).values if settled.data else run_tasks(settled)
 
 
 def export(config: ExportConfig | Mapping[str, Any] | None = None, **settings: Any) -> Path | None:

@@ -99,7 +99,7 @@ class Session:
         if unscheduled and config.optimizer.schedule != "constant":
             raise ValueError(f"schedule {config.optimizer.schedule}: it needs the number of steps: give steps, too")
         kind = config.objective.kind
-        if kind.forks or kind.trains_scores:
+        if kind.forks or kind.reads or kind.trains_scores:
             raise ValueError("objective: a session trains on texts and chats: pass a function as the loss of its steps")
         if config.optimizer.update_in_backward:
             raise ValueError("update_in_backward: gradients of a session add up before its steps: leave it out")

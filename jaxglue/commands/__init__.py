@@ -39,7 +39,7 @@ class Command:
 
 _CONFIGS = "jaxglue.commands.configs"
 _CACHED = "jaxglue.commands.devices:use_cache"
-_RECIPE, _FOLDER, _RUNS = (f"jaxglue.commands.bare:{name}" for name in ("recipe", "folder", "runs"))
+_RECIPE, _FOLDER, _RUNS, _DATA = (f"jaxglue.commands.bare:{name}" for name in ("recipe", "folder", "runs", "data"))
 COMMANDS = {
     "train": Command(
         summary="fine-tune a model",
@@ -65,10 +65,16 @@ COMMANDS = {
         early=_CACHED,
     ),
     "evaluate": Command(
-        summary="run tasks of lm-evaluation-harness",
+        summary="run tasks of lm-evaluation-harness, or measure decisions, embeddings and rankings",
         config="jaxglue.serve.config:EvaluateConfig",
         early=_CACHED,
         hides_torch=False,
+    ),
+    "embed": Command(
+        summary="write embeddings of texts, or mine hard negatives",
+        config="jaxglue.serve.config:EmbedConfig",
+        early=_CACHED,
+        bare=_DATA,
     ),
     "serve": Command(
         summary="serve a model over OpenAI's HTTP interface",

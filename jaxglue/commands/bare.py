@@ -33,6 +33,11 @@ def folder(*names: str) -> list[str]:
     return ["--model", *names]
 
 
+def data(*names: str) -> list[str]:
+    """Return the flag for files of rows."""
+    return ["--data", *names]
+
+
 def runs(*names: str) -> list[str]:
     """Return the flag for the folders of runs."""
     return ["--runs", *names]

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 from rich.box import SIMPLE_HEAD
@@ -146,9 +145,15 @@ def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
     each = config.rollouts.answers_to_each(objective.generations, compared=objective.compares)
     prompt = config.document_tokens or _PROMPT
     free = planner.gpu.memory - resident_bytes(workload).total(plan.weights)
-    options: dict[str, Any] = {"free": free, "siblings": each, "limit": "--max-completion-length"}
     try:
-        cache = plan_cache([(prompt, prompt + longest)] * answers, workload.config, workload.dtype, **options)
+        cache = plan_cache(
+            [(prompt, prompt + longest)] * answers,
+            workload.config,
+            workload.dtype,
+            free=free,
+            siblings=each,
+            limit="--max-completion-length",
+        )
     except ValueError as error:
         return f"Sampling does not fit: {error}"
     return (

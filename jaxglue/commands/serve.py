@@ -20,34 +20,61 @@ def main(config: ServeConfig) -> None:
         name for name in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
     ]:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
-    import uvicorn
-
     from jaxglue.generation.assistant import Assistant
-    from jaxglue.serve.connections import bounded_protocol
-    from jaxglue.serve.server import make_app
+    from jaxglue.generation.reading import LoadedModel, find_record
+    from jaxglue.serve.reading import make_readers
+    from jaxglue.serve.server import make_app, make_read_app
     from jaxglue.serve.service import Service
 
+    record = find_record(config)
+    if record.get("kind") == "embed" or record.get("score"):
+        if config.adapters:
+            raise ValueError(f"--adapters: a model for {record['kind']} is served alone: leave it out")
+        alone = make_readers(LoadedModel.load(config), record, most=config.max_requests)
+        assert alone is not None
+        try:
+            _run(config, make_read_app(alone, config), [config.served_name])
+        finally:
+            alone.close()
+        return
     assistant = Assistant(config)
-    limits: dict[str, Any] = {"slots": config.batch_size, "length": config.max_length, "most": config.max_requests}
-    service = Service(assistant, **limits, memory=assistant.memory)
+    named = bool(config.named_adapters) or config.adapter_folder is not None  # of which each request would choose
+    reading = None if named else make_readers(LoadedModel.of(assistant), record, most=config.max_requests)
+    service = Service(
+        assistant,
+        slots=config.batch_size,
+        length=config.max_length,
+        most=config.max_requests,
+        memory=assistant.memory,
+    )
     if service.length < (longest := assistant.config.max_generated_positions):
         echo(f"texts may have {service.length:,} tokens, of the model's {longest:,} (--max-length)", error=True)
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
-        names = ", ".join([config.served_name, *config.named_adapters])
-        echo(f"serving {names} at http://{config.host}:{config.port}/v1", error=True)
-        app = make_app(assistant, service, config)
-        connections: Any = {
-            "http": bounded_protocol(),
-            "log_level": "warning",
-            "access_log": False,
-            "timeout_graceful_shutdown": 5,
-        }
-        uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, **connections)).run()
+        _run(config, make_app(assistant, service, config, reading), [config.served_name, *config.named_adapters])
     except KeyboardInterrupt:
         echo("jaxglue serve: interrupted", error=True)
         sys.stdout.flush()
         os._exit(STATUS)  # threads that compile would go on for minutes, or abort the process as it ends
     finally:
         service.close()
+        if reading is not None:
+            reading.close()
+
+
+def _run(config: ServeConfig, app: Any, names: list[str]) -> None:
+    """Answer requests until the process is asked to stop."""
+    import uvicorn
+
+    from jaxglue.serve.connections import announcing_server, bounded_protocol
+
+    ready = f"serving {', '.join(names)} at http://{config.host}:{config.port}/v1"
+    connections: Any = {
+        "http": bounded_protocol(),
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": 5,
+    }
+    settings = uvicorn.Config(app, host=config.host, port=config.port, **connections)
+    announcing_server(settings, lambda: echo(ready, error=True)).run()

@@ -57,6 +57,8 @@ def rows(folder: Path, _: Mapping[str, Any]) -> dict[str, Any]:
     from jaxglue.hf.serving import load_own_tokenizer
 
     config = load_config(TrainConfig, folder / "config.toml")
+    if config.objective.kind.reads:
+        raise ValueError(f"--objective {config.objective.objective}: its rows have parts, which are not drawn")
     if config.objective.kind.forks:
         raise ValueError(f"--objective {config.objective.objective}: its rows hold several answers: see Rollouts")
     base = model_path(config.model.model, config.model.revision, weights=False)

@@ -70,10 +70,9 @@ class AnswerDataset(TokenDataset):
             digest.update(np.ascontiguousarray(values).data)
         return self._with_columns(digest)
 
-    @property
-    def segments_per_document(self) -> int:
-        """Return the segments of a unit: one of a shared prompt, or two with a copy each."""
-        return 1 if self.task.shared_prompt else 2
+    def segments_of(self, documents: Int[np.ndarray, "units"]) -> Int[np.ndarray, "units"]:
+        """Return the segments of units: one of a shared prompt, or two with a copy each."""
+        return np.full_like(documents, 1 if self.task.shared_prompt else 2)
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:

@@ -99,6 +99,39 @@ class Rollouts:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class Reads:
+    """Parts of packed rows that are read by themselves; A slots in a row."""
+
+    owners: Int32[Array, "B T"]
+    """Slot of the part whose token is read; A for others."""
+    counts: Float32[Array, "B A"]
+    """Tokens that are read of each part; 0 for unused slots."""
+    units: Int32[Array, "B A"]
+    """Number of its unit in the data set; −1 for unused slots."""
+    parts: Int32[Array, "B A"]
+    """Its number in the unit; −1 for unused slots."""
+    values: dict[str, Array] = field(default_factory=dict)
+    """What an objective reads of the parts, [B, A, …], and of rows, [B, …]."""
+
+    @property
+    def used(self) -> Float[Array, "B A"]:
+        """Return 1 for a part, 0 for an unused slot."""
+        return (self.counts > 0).astype(jnp.float32)
+
+    def means(self, values: Float[Array, "B T D"]) -> Float32[Array, "B A D"]:
+        """Return the float32 means over the tokens of each part, of rows that are whole on their device.
+
+        Without a scatter, whose atomics add in any order. Products with 0 and 1 are exact.
+        """
+        slots = jnp.arange(self.counts.shape[1], dtype=jnp.int32)
+        is_own = (self.owners[:, :, None] == slots).astype(values.dtype)
+        options: dict[str, Any] = {"precision": "highest", "preferred_element_type": jnp.float32}
+        sums = jnp.einsum("bta,btd->bad", is_own, values, **options)
+        return sums / jnp.maximum(self.counts, 1)[..., None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """B packed rows of T tokens."""
 
@@ -112,6 +145,8 @@ class Batch:
     """Units of answers that an objective compares; None in supervised training."""
     rollouts: Rollouts | None = None
     """Answers of the model and their advantages, where an objective needs them."""
+    reads: Reads | None = None
+    """Parts that an objective reads: questions, documents, texts."""
     columns: dict[str, Float32[Array, "B ..."]] = field(default_factory=dict)
     """Columns of rows that an objective reads: for each token of texts and chats [B, T], for each unit of answers
     [B, U]."""

@@ -40,10 +40,9 @@ class TokenDataset:
     reader: ImageReader | None = None
     """Reads the documents' images; None of data without any."""
 
-    @property
-    def segments_per_document(self) -> int:
-        """Return the segments of a document in a row."""
-        return 1
+    def segments_of(self, documents: Int[np.ndarray, "documents"]) -> Int[np.ndarray, "documents"]:
+        """Return the segments of documents in a row."""
+        return np.ones_like(documents)
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:

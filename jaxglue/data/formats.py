@@ -26,7 +26,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Required keys by format, in order of detection."""
 CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
 """Formats that are rendered with the chat template."""
-PLAIN = {"text", "alpaca", "segments"}
+PLAIN = {"text", "alpaca", "segments", "texts"}
 """Formats that no chat template renders."""
 WHOLE_CHATS = ("messages", "conversations")
 """Formats of whole conversations, without a prompt apart."""
@@ -101,6 +101,10 @@ def detect_format(row: Mapping[str, Any]) -> str:
     hint = "rename keys with --columns, such as prompt=question,completion=answer"
     if "chosen" in row and "rejected" in row:
         hint = "rows of two answers need an --objective that compares them, such as dpo"
+    if "questions" in row and "state" in row:
+        hint = "rows of questions about a state need --objective decide"
+    if "positive" in row or "documents" in row:
+        hint = "rows of texts need --objective embed, and of documents to a query --objective rerank"
     raise ValueError(
         f"unknown row format: the keys are {listed(row)}; known formats and their keys are {known}; {hint}"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -92,8 +93,8 @@ class Steps:
             batch = replace(batch, images=replace(batch.images, largest=largest))
         if not self.with_sources or self.dataset.sources is None:
             return batch
-        copies = self.dataset.segments_per_document
-        owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
+        members = [self.plan.row(row) for row in own]
+        owners = [np.repeat(self.dataset.sources[row], self.dataset.segments_of(row)) for row in members]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
 
@@ -113,6 +114,21 @@ class BatchState(TypedDict):
     steps: dict[str, Any]
     """Grain's position in the epoch."""
     run: dict[str, Any]
+
+
+class StepSizes(TypedDict):
+    """Sizes of an optimizer step."""
+
+    batch_size: int
+    """Rows of a micro-batch over all processes."""
+    gradient_accumulation_steps: int
+
+
+class ProcessShare(TypedDict):
+    """The part of each batch's rows that a process makes."""
+
+    process_index: int
+    process_count: int
 
 
 class BatchIterator(Iterator[Step]):
@@ -158,12 +174,9 @@ class BatchIterator(Iterator[Step]):
         _check_sizes(**{name: number for name, number in numbers.items() if number is not None})
         self._documents_per_step = documents_per_step
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
-        self._sizes: dict[str, Any] = {
-            "batch_size": batch_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-        }
+        self._sizes = StepSizes(batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
         check_batch(process_count=process_count, **self._sizes)
-        self._processes: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
+        self._share = ProcessShare(process_index=process_index, process_count=process_count)
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
@@ -252,18 +265,29 @@ class BatchIterator(Iterator[Step]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
-        run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed}
-        run["documents_per_step"] = self._documents_per_step
-        return plan_dataset_epoch(self._dataset, epoch=epoch, max_segments=max_segments, **run)
+        return plan_dataset_epoch(
+            self._dataset,
+            seq_len=self._seq_len,
+            seed=self._seed,
+            epoch=epoch,
+            max_segments=max_segments,
+            documents_per_step=self._documents_per_step,
+        )
 
     def _count_steps(self, plan: PackPlan) -> int:
         return len(plan.step_rows(self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"])) - 1
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch and plan the next in the background."""
-        shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
-        self._epoch_steps = Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes)
+        self._epoch_steps = Steps(
+            dataset=self._dataset,
+            plan=plan,
+            seq_len=self._seq_len,
+            max_segments=self.max_segments,
+            **self._sizes,
+            **self._share,
+        )
         self._ahead = None
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:
@@ -274,15 +298,29 @@ class EvalBatches:
     """Held-out documents packed in order; each `iter()` is one pass, with the last batch padded."""
 
     def __init__(
-        self, dataset: TokenDataset, *, seq_len: int, batch_size: int, max_segments: int | None = None, **processes: Any
+        self,
+        dataset: TokenDataset,
+        *,
+        seq_len: int,
+        batch_size: int,
+        max_segments: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
     ):
         _check_sizes(batch_size=batch_size)
         plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
         slots = segment_bucket(max_segments or plan.max_segments)
-        processes = {"process_index": 0, "process_count": 1, **processes}
-        shape: dict[str, Any] = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size}
-        shape |= {"gradient_accumulation_steps": 1, "with_sources": True}
-        self._steps = Steps(dataset=dataset, plan=plan, **shape, **processes)
+        self._steps = Steps(
+            dataset=dataset,
+            plan=plan,
+            seq_len=seq_len,
+            max_segments=slots,
+            batch_size=batch_size,
+            gradient_accumulation_steps=1,
+            process_index=process_index,
+            process_count=process_count,
+            with_sources=True,
+        )
         self.see: See = RowImages.with_patches
         """See `BatchIterator.see`."""
         self.targets = int(dataset.targets.sum())
@@ -296,6 +334,12 @@ class EvalBatches:
     def replace_dataset(self, dataset: TokenDataset) -> None:
         """Continue with the same documents, of which more is known."""
         self._steps = replace(self._steps, dataset=dataset)
+
+    def on(self, dataset: TokenDataset) -> "EvalBatches":
+        """Return the batches of the same documents, of which a data set tells otherwise."""
+        other = copy(self)
+        other.replace_dataset(dataset)
+        return other
 
     def documents(self) -> Iterator[list[Int[np.ndarray, "documents"]]]:
         """Yield the documents of each batch's rows, over all processes."""

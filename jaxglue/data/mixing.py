@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -54,13 +53,18 @@ def plan_dataset_epoch(
     advance: Advance = ignore,
 ) -> PackPlan:
     """Pack the documents of an epoch as a function of these arguments alone."""
-    run: dict[str, Any] = {"seq_len": seq_len, "seed": seed, "epoch": epoch, "advance": advance}
-    run |= {"max_segments": max_segments, "documents_per_step": documents_per_step}
-    if dataset.sources is None or set(dataset.passes) == {1.0}:
-        return plan_epoch(dataset.lengths, **run)
-    chosen = epoch_documents(dataset, seed, epoch)
-    plan = plan_epoch(dataset.lengths[chosen], **run)
-    return replace(plan, documents=chosen[plan.documents])
+    mixed = dataset.sources is not None and set(dataset.passes) != {1.0}
+    chosen = epoch_documents(dataset, seed, epoch) if mixed else None
+    plan = plan_epoch(
+        dataset.lengths if chosen is None else dataset.lengths[chosen],
+        seq_len=seq_len,
+        seed=seed,
+        epoch=epoch,
+        max_segments=max_segments,
+        documents_per_step=documents_per_step,
+        advance=advance,
+    )
+    return plan if chosen is None else replace(plan, documents=chosen[plan.documents])
 
 
 def epoch_documents(dataset: TokenDataset, seed: int, epoch: int) -> Int[np.ndarray, "documents"]:

@@ -4,7 +4,6 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -111,8 +110,14 @@ def plan_epoch(
     advance: Advance = ignore,
 ) -> PackPlan:
     """Pack an epoch as a function of these arguments alone."""
-    sizes: dict[str, Any] = {"max_segments": max_segments, "documents_per_step": documents_per_step}
-    return plan_packing(lengths, seq_len=seq_len, rng=np.random.default_rng([seed, epoch]), advance=advance, **sizes)
+    return plan_packing(
+        lengths,
+        seq_len=seq_len,
+        rng=np.random.default_rng([seed, epoch]),
+        advance=advance,
+        max_segments=max_segments,
+        documents_per_step=documents_per_step,
+    )
 
 
 def best_fit(

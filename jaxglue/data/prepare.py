@@ -29,6 +29,7 @@ from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoc
 from jaxglue.data.notes import file_notes, label_notes, row_notes, stream_notes, template_notes, unused_notes
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
+from jaxglue.data.reads import ReadDataset, ReadTask, select_reads
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
@@ -73,7 +74,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
     progress: DataProgress | None = None,
-    task: AnswerTask | LabelTask | None = None,
+    task: AnswerTask | LabelTask | ReadTask | None = None,
     columns: Columns = NO_COLUMNS,
     processor: Processor | None = None,
 ) -> PreparedData:
@@ -84,7 +85,7 @@ def prepare_data(
         tokenizer: of the model; adopts the template and eos token of `config`, so that exports agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: shows hashing, tokenizing and packing; by default nothing does.
-        task: treatment of preference data or labels; None for texts and chats.
+        task: treatment of preference data, labels or rows whose parts are read; None for texts and chats.
         columns: of numbers, that an objective reads beside the documents.
         processor: of images, with its tokens' texts; None for a model that sees none.
 
@@ -92,10 +93,12 @@ def prepare_data(
         ValueError: unusable data, naming file and line where possible.
     """
     adopt(tokenizer, config)
+    if isinstance(task, ReadTask):
+        task.adopt(tokenizer)
     progress = progress or NoProgress()
     if isinstance(task, LabelTask):
         task = task._replace(padding=padding_token(tokenizer), end=tokenizer.eos_token_id)
-    elif task is not None and task.scored:
+    elif isinstance(task, AnswerTask) and task.scored:
         task = task._replace(padding=padding_token(tokenizer))
     pairs = isinstance(task, AnswerTask)
     if config.streaming:
@@ -107,6 +110,8 @@ def prepare_data(
     parts = [join_selections([selection for _, selection in group]) for group in groups]
     splits = hold_out(parts[0], config) if config.eval_fraction else tuple(parts)
     train = _mix(splits[0].dataset, config)
+    if isinstance(train, ReadDataset) and train.task.permutes_options:
+        train = train.with_permuted_options()
     datasets = [train, *(split.dataset for split in splits[1:])]
     tokenized = [one for group in groups for one, _ in group]
     plans = [_pack(data, config, progress) for data in datasets]
@@ -184,10 +189,14 @@ def _select(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     progress: DataProgress,
-    task: AnswerTask | LabelTask | None = None,
+    task: AnswerTask | LabelTask | ReadTask | None = None,
     columns: Columns = NO_COLUMNS,
     processor: Processor | None = None,
 ) -> tuple[Tokenized, Selection]:
+    if isinstance(task, ReadTask):
+        tokenized = tokenize(source, config, tokenizer, progress, task=task)
+        _check_vocabulary(tokenized.store, vocab_size)
+        return tokenized, select_reads(tokenized.store, config, source, task, task.labels(tokenizer, source.system))
     pairs = isinstance(task, AnswerTask)
     sees = task is None or (isinstance(task, AnswerTask) and not task.scored)
     images = image_rules(processor, source, tokenizer) if processor is not None and sees else None

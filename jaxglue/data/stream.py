@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, join_selections, overlong_error, select_documents
 from jaxglue.data.formats import unused_columns
-from jaxglue.data.iterator import Step, Steps, check_batch, check_run, read_ahead
+from jaxglue.data.iterator import ProcessShare, Step, Steps, StepSizes, check_batch, check_run, read_ahead
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
 from jaxglue.data.store import Encoded, TokenStore, sum_findings
@@ -279,12 +279,9 @@ class StreamIterator(Iterator[Step]):
         process_index: int = 0,
         process_count: int = 1,
     ):
-        self._sizes: dict[str, Any] = {
-            "batch_size": batch_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-        }
+        self._sizes = StepSizes(batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
         check_batch(process_count=process_count, **self._sizes)
-        self._processes: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
+        self._share = ProcessShare(process_index=process_index, process_count=process_count)
         self._stream, self._seq_len, self._seed = stream, stream.config.row_tokens, stream.config.seed
         self.total_steps = self.steps_per_epoch = steps
         """Optimizer steps of the run."""
@@ -346,8 +343,9 @@ class StreamIterator(Iterator[Step]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, window: Window, max_segments: int | None) -> Any:
-        run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed, "epoch": window.index}
-        return plan_dataset_epoch(window.dataset, **run, max_segments=max_segments)
+        return plan_dataset_epoch(
+            window.dataset, seq_len=self._seq_len, seed=self._seed, epoch=window.index, max_segments=max_segments
+        )
 
     def _start(self, window: Window) -> None:
         """Begin a window; its first step starts the tokenizing of the next."""
@@ -359,7 +357,7 @@ class StreamIterator(Iterator[Step]):
                 seq_len=self._seq_len,
                 max_segments=self.max_segments,
                 **self._sizes,
-                **self._processes,
+                **self._share,
             )
         )
 

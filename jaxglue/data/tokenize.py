@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,7 +36,9 @@ from jaxglue.data.formats import (
 from jaxglue.data.images import ImageRules
 from jaxglue.data.messages import Chat
 from jaxglue.data.progress import Advance, DataProgress, metered
+from jaxglue.data.read_rows import UnitEncoder
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
+from jaxglue.data.reads import ReadTask
 from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
 from jaxglue.files.regular_file import file_digest
@@ -45,6 +48,7 @@ _VERSION = 10
 _CHUNK = 512
 _WORTH_DECODING = 256
 """Number of rows with images above which it does."""
+RowEncoder = Encoder | UnitEncoder
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
 
@@ -74,6 +78,7 @@ def tokenize(
     preferences: bool = False,
     columns: Columns = NO_COLUMNS,
     images: ImageRules | None = None,
+    task: ReadTask | None = None,
 ) -> Tokenized:
     """Tokenize a source, or open the cached result; rows of preference data become two documents each.
 
@@ -85,19 +90,21 @@ def tokenize(
         preferences: the rows have two answers, or one with a label.
         columns: of numbers, read beside the documents.
         images: rules of a model that sees.
+        task: of rows whose parts are read.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
     folder = Path(config.cache_dir) / cache_key(
-        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding, images
+        *(digests, source, tokenizer, preferences, _VERSION, columns, config.encoding),
+        *(images, task.encoding if task else ""),
     )
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config, tokenizer, progress, preferences, columns, images)
+        _write(folder, source, config, tokenizer, progress, preferences, columns, images, task)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
@@ -117,17 +124,23 @@ def _write(
     preferences: bool,
     columns: Columns,
     images: ImageRules | None,
+    task: ReadTask | None = None,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
-    format = find_format(head, source, detect_preference if preferences else detect_format)
-    check_format(format, source, preferences)
-    encoder = make_encoder(source, config, tokenizer, format, columns, images)
+    if task:
+        reader = read_encoder(head, source, tokenizer, task)
+        encoder: RowEncoder = reader
+        format, unused = reader.format, _unread(head, reader)
+    else:
+        format = find_format(head, source, detect_preference if preferences else detect_format)
+        check_format(format, source, preferences)
+        encoder = make_encoder(source, config, tokenizer, format, columns, images)
+        unused = _unused(head, format, columns, images)
     worth = len(head) > (_WORTH_PROCESSES if images is None or not _has_images(head) else _WORTH_DECODING)
     workers = config.workers or ((os.cpu_count() or 1) if worth else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        unused = _unused(head, format, columns, images)
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
 
 
@@ -139,6 +152,27 @@ def _has_images(head: Sequence[Row]) -> bool:
     return any(row_images(row.value) for row in head[:_CHUNK])
 
 
+def read_encoder(
+    head: Sequence[Row], source: Source, tokenizer: PreTrainedTokenizerBase, task: ReadTask
+) -> UnitEncoder:
+    """Return the encoder of a source's rows, whose parts are read.
+
+    Raises:
+        ValueError: no rows, or another format.
+    """
+    if not head:
+        raise ValueError(f"the data set is empty: no rows in {source}")
+    if source.format != "auto":
+        raise ValueError(f"{source}: format {source.format!r} is for texts and chats: leave it out")
+    return task.encoder(tokenizer, source.system)
+
+
+def _unread(rows: Iterable[Row], encoder: UnitEncoder) -> list[str]:
+    """Return the columns with values that an encoder does not read, in order of appearance."""
+    found = (key for row in rows for key, value in row.value.items() if value is not None)
+    return [key for key in dict.fromkeys(found) if key not in encoder.keys]
+
+
 def make_encoder(
     source: Source,
     config: DataConfig,
@@ -148,8 +182,15 @@ def make_encoder(
     images: ImageRules | None = None,
 ) -> Encoder:
     """Return the encoder of a source's rows, which have this format."""
-    rows: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system, "columns": columns}
-    return Encoder(tokenizer, **rows, **config.encoding, images=images)
+    return Encoder(
+        tokenizer,
+        format=format,
+        loss_on=source.loss_on,
+        system=source.system,
+        columns=columns,
+        images=images,
+        **config.encoding,
+    )
 
 
 class FirstRow(NamedTuple):
@@ -161,7 +202,9 @@ class FirstRow(NamedTuple):
     encode: Callable[[PreTrainedTokenizerBase], Encoded]
 
 
-def first_row(config: DataConfig, *, preferences: bool, images: ImageRules | None = None) -> FirstRow:
+def first_row(
+    config: DataConfig, *, preferences: bool, images: ImageRules | None = None, task: ReadTask | None = None
+) -> FirstRow:
     """Read the first row of the first source.
 
     Raises:
@@ -169,6 +212,9 @@ def first_row(config: DataConfig, *, preferences: bool, images: ImageRules | Non
     """
     source = config.sources[0]
     head = list(islice(read_rows(source), 1))
+    if task:
+        read = partial(read_encoder, head, source, task=task)
+        return FirstRow(head[0].origin, None, lambda tokenizer: read(tokenizer).encode(head))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head
     contents: list[Any] = [read_row(row.value, format, images)] if format not in ANSWER_KEYS else []
@@ -211,7 +257,7 @@ def find_format(head: Sequence[Row], source: Source, detect: Callable[[Any], str
     return "alpaca_chat" if (found, source.format) == ("alpaca", "auto_chat") else found
 
 
-def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
+def _encode(encoder: RowEncoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
     """Yield documents and the bytes of their rows."""
     jobs = ((chunk, sum(row.size for row in chunk)) for chunk in row_chunks(rows, _CHUNK))
     return encode_here(encoder, jobs) if workers == 1 else encode_in_processes(encoder, jobs, workers)
@@ -234,6 +280,7 @@ def cache_key(
     columns: Columns = NO_COLUMNS,
     encoding: Mapping[str, Any] = MappingProxyType({}),
     images: ImageRules | None = None,
+    reads: str = "",
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
@@ -244,6 +291,7 @@ def cache_key(
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
     rows += [["images", images.processor.key]] if images else []
+    rows += [reads] if reads else []
     return content_key(version, files, *settings, *model, *rows)
 
 
@@ -262,13 +310,13 @@ def _size(source: Source) -> int | None:
     return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None
 
 
-def encode_here[Tag](encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
+def encode_here[Tag](encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag."""
     return ((encoder.encode(chunk), tag) for chunk, tag in jobs)
 
 
 def encode_in_processes[Tag](
-    encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
+    encoder: RowEncoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
 ) -> Iterator[tuple[Encoded, Tag]]:
     """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes.
 
@@ -308,11 +356,11 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-_encoder: Encoder
+_encoder: RowEncoder
 """Encoder of a worker process, set by `_install`."""
 
 
-def _install(encoder: Encoder) -> None:
+def _install(encoder: RowEncoder) -> None:
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already

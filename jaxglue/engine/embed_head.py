@@ -68,8 +68,10 @@ class EmbedHead:
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
         self._token_log_probs_program = jit_step(self._token_log_probs)
-        donated: dict[str, Any] = {"donate_argnames": ("x", "accumulated")}
-        self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
+        self._read_program = jit_step(self._read)
+        self._head_backward_program = jit_step(
+            self._head_backward, donate_argnames=("x", "accumulated"), static_argnames="fp8"
+        )
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
@@ -77,6 +79,7 @@ class EmbedHead:
             self._loss_program,
             self._log_probs_program,
             self._token_log_probs_program,
+            self._read_program,
             self._head_backward_program,
         )
 
@@ -112,13 +115,19 @@ class EmbedHead:
         self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, layer_inputs: list
     ) -> list[PackedContext]:
         """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
-        shared: dict[str, Any] = {"rope": rope, "router_losses": router_losses}
-        shared |= {"backend": self._attention, "tile": self._tile}
-        layers = zip(
-            keys, self.fp8_layers, layer_inputs, self.config.layer_segments(batch.segments, batch.images), strict=True
-        )
+        of_layers = self.config.layer_segments(batch.segments, batch.images)
+        layers = zip(keys, self.fp8_layers, layer_inputs, of_layers, strict=True)
         return [
-            PackedContext(**shared, segments=segments, dropout_key=layer_key, fp8=fp8, layer_input=layer_input)
+            PackedContext(
+                segments=segments,
+                rope=rope,
+                router_losses=router_losses,
+                backend=self._attention,
+                tile=self._tile,
+                dropout_key=layer_key,
+                fp8=fp8,
+                layer_input=layer_input,
+            )
             for layer_key, fp8, layer_input, segments in layers
         ]
 
@@ -158,6 +167,10 @@ class EmbedHead:
         """Return log-probabilities of a batch's targets, at the objective's temperature; 0 where they do not count."""
         parts = self.parts(trainable), self.parts_on_device(frozen)
         return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights)
+
+    def read(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, "B A *K"]:
+        """Return what the objective's model gives for each part of a batch (`ReadObjective.outputs`)."""
+        return self._read_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference model, from its last output."""
@@ -334,20 +347,31 @@ class EmbedHead:
 
     def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
-        shape: dict[str, Any] = {
-            "softcap": self.config.scales.logit_softcap,
-            "temperature": self._objective.temperature,
-        }
+        softcap, temperature = self.config.scales.logit_softcap, self._objective.temperature
 
         def program(weights, x, targets, counted):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
             tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
-            return linear_log_probs(*tokens, **shape).reshape(targets.shape)
+            log_probs = linear_log_probs(*tokens, softcap=softcap, temperature=temperature)
+            return log_probs.reshape(targets.shape)
 
         rows = layout.batch_spec
         specs = (stored, rows, rows, rows)
         return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted)
+
+    def _read(self, trainable: Params, frozen: Params, x, batch: Batch):
+        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
+        objective: Any = self._objective
+
+        def program(weights, x, batch):
+            trainable, frozen = gather(layout, weights, stored)
+            hidden, output = self.normed_output(trainable, frozen, x)
+            sizes: dict[str, Any] = {"softcap": self.config.scales.logit_softcap, "width": self.config.hidden_size}
+            return objective.outputs(HeadValues(hidden, output, batch, **sizes), batch.reads)
+
+        specs = (stored, layout.batch_spec, layout.batch_specs(batch))
+        return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)
 
     def output(self, trainable: Params, frozen: Params) -> Any:
         """Return the output projection's module."""
@@ -364,6 +388,14 @@ class EmbedHead:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
         softcap = self.config.scales.logit_softcap
-        options: dict[str, Any] = {"fp8": fp8, "softcap": softcap, "temperature": self._objective.temperature}
-        values = self._objective(HeadValues(hidden, output, batch, **options), batch) * scale
+        targets = HeadValues(
+            hidden,
+            output,
+            batch,
+            fp8=fp8,
+            softcap=softcap,
+            temperature=self._objective.temperature,
+            width=self.config.hidden_size,
+        )
+        values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

@@ -117,6 +117,9 @@ class LayerExecutor:
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
         self.layout, self.entry_head = layout, entry_head
+        self.watch: Callable[[Params, Params, Array, Any], None] | None = None
+        """Called with trainable, frozen, the last layer's output and its batch in each micro-batch of a step; it may
+        read the output before it returns, and no executor of one program calls it."""
         check_dropped_inputs(policies)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
@@ -341,6 +344,8 @@ class LayerExecutor:
         z = self._reference_input(trainable, frozen, batch, x, key)
         ends = dict(frozen)
         x, z, backward = self._run_layers(trainable, frozen, x, contexts, z, ends)
+        if self.watch is not None:
+            self.watch(trainable, ends, x, batch)
         if z is not None:
             batch = self.entry_head.with_reference(trainable, ends, z, batch)
         loss, *dy, head = self.entry_head.head_backward(trainable, ends, x, batch, scale, sums)
@@ -430,10 +435,17 @@ class Executor(LayerExecutor):
         **options: Any,
     ):
         layout = Layout(mesh, dtype)
-        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "tile": tile, "router_losses": router_losses}
-        shared |= {"objective": objective, "neftune_alpha": neftune_alpha}
-        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
-        self.embed_head = embed_head
+        self.embed_head = embed_head = EmbedHead(
+            graphdefs,
+            config,
+            dtype=dtype,
+            attention=attention,
+            tile=tile,
+            router_losses=router_losses,
+            objective=objective,
+            neftune_alpha=neftune_alpha,
+            layout=layout,
+        )
         self._scores = ScoreHead(embed_head, layout)
         self.config = config
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
@@ -500,6 +512,12 @@ class Executor(LayerExecutor):
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
         return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
+
+    def read(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B A *K"]:
+        """Return what the objective's model gives for each part of a batch (`ReadObjective.outputs`)."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self.embed_head.read(trainable, frozen, x, batch)
 
     def log_probs(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False

@@ -1,10 +1,10 @@
 """Values of a batch's targets for objectives, computed by the output projection."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxglue.data.batch import Batch
 from jaxglue.models.vocabulary import extended_matrix, low_rank_columns, output_matrix, replaced_rows
@@ -15,9 +15,17 @@ from jaxglue.ops.cross_entropy import (
     linear_log_probs,
     log_sum_squares,
 )
+from jaxglue.ops.rows import take_rows
 
 _ENTROPY_TOKENS = 2048
 """Tokens of a device's rows whose entropy is a metric."""
+
+
+class LogitShape(TypedDict):
+    """What becomes of products of the output projection before they are logits."""
+
+    softcap: float | None
+    temperature: float
 
 
 class HeadValues:
@@ -32,19 +40,25 @@ class HeadValues:
         fp8: bool = False,
         softcap: float | None,
         temperature: float = 1.0,
+        width: int | None = None,
     ):
+        self._width = width
         self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
         self._softcap = softcap
-        self._shape: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
+        self._shape = LogitShape(softcap=softcap, temperature=temperature)
         self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
 
     @property
     def cross_entropy(self) -> Float[Array, ""]:
         """Return Σ loss weight · cross-entropy, fused with the head."""
         tokens = self._hidden, self._output.weight[...], self._targets, self._weights
-        options: dict[str, Any] = {"rows": replaced_rows(self._output), "columns": low_rank_columns(self._output)}
-        options |= {"softcap": self._softcap}
-        return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
+        return linear_cross_entropy(
+            *tokens,
+            rows=replaced_rows(self._output),
+            columns=low_rank_columns(self._output),
+            fp8=self._fp8,
+            softcap=self._softcap,
+        )
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:
@@ -82,8 +96,17 @@ class HeadValues:
         hidden = rollouts.teacher.reshape(len(self._hidden), -1)
         teacher = hidden, rollouts.teacher_matrix, self._weights
         # The teacher's cap is the student's: other families have no common vocabulary.
-        options: dict[str, Any] = {"teacher_softcap": self._softcap, **self._shape}
-        return self._rows(linear_divergences(self._hidden, self._matrix, *teacher, beta=beta, top_k=top_k, **options))
+        return self._rows(
+            linear_divergences(
+                self._hidden,
+                self._matrix,
+                *teacher,
+                beta=beta,
+                top_k=top_k,
+                teacher_softcap=self._softcap,
+                **self._shape,
+            )
+        )
 
     @property
     def scores(self) -> Float[Array, "B T"]:
@@ -94,6 +117,27 @@ class HeadValues:
     def class_scores(self) -> Float[Array, "B T C"]:
         """Return the tokens' scores under a classifier, one for each label."""
         return self._rows(_label_scores(self._hidden, self._matrix))
+
+    @cached_property
+    def _read_states(self) -> Float[Array, "B A W"]:
+        assert self._batch.reads is not None
+        return self._batch.reads.means(self._rows(self._hidden))
+
+    @property
+    def reads(self) -> Float[Array, "B A D"]:
+        """Return the float32 means of normed hidden states over the tokens of each part."""
+        return self._read_states[..., : self._width]
+
+    def read_logits(self, tokens: Int[Array, "B L"]) -> Float[Array, "B A L"]:
+        """Return the float32 logits of some tokens at each part's end."""
+        rows = take_rows(self._matrix, tokens).astype(jnp.float32)
+        logits = jnp.einsum("baw,blw->bal", self._read_states, rows, precision="highest")
+        return logits if self._softcap is None else self._softcap * jnp.tanh(logits / self._softcap)
+
+    @property
+    def read_scores(self) -> Float[Array, "B A"]:
+        """Return each part's score under a reward model."""
+        return jnp.einsum("bad,d->ba", self._read_states, self._matrix[0].astype(jnp.float32), precision="highest")
 
     @cached_property
     def _matrix(self) -> Any:

@@ -17,6 +17,7 @@ from jaxglue.data.messages import Chat
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
+from jaxglue.generation.drafts import HEAD, Drafting, why_no_drafts
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
@@ -25,6 +26,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.sight import Prompt, Sight, attach, make_rules
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.draft import load_draft
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
@@ -72,6 +74,7 @@ class Assistant:
             scorer = config.adapter or folder
             raise ValueError(f"{scorer} is a reward model or classifier, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
+        model.config.require_causal(config.adapter or folder)
         self.config = model.config
         self.stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self._folder, spare = folder, config.spare_ranks
@@ -84,13 +87,23 @@ class Assistant:
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        ahead = stays and jax.default_backend() != "cpu"
-        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, kv_cache=config.kv_cache, ahead=ahead)
+        options: dict[str, Any] = {"kv_cache": config.kv_cache, "ahead": stays and jax.default_backend() != "cpu"}
+        options["drafting"] = self._read_head(config) if config.drafted else None
+        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, **options)
         self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
         """Rules for images; None of a model that sees none."""
         tower = self.engine, self.adapter, self.frozen
         self.sight = None if self.rules is None else Sight(self.rules, *tower, {})
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
+
+    def _read_head(self, config: AssistantConfig) -> Drafting:
+        """Load the model's draft head beside its weights; raise ValueError where its drafts are not verified."""
+        if reason := why_no_drafts(self.config):
+            raise ValueError(f"--drafts: the model has {reason}, of which drafts are not verified: leave it out")
+        head = load_draft(config.folder, self.config, dtype=self.dtype, adapter=config.adapter)
+        graphdef, state = nnx.split(head)
+        self.adapter, self.frozen = {**self.adapter, HEAD: {}}, {**self.frozen, HEAD: nnx.to_pure_dict(state)}
+        return Drafting(graphdef, config.drafted)
 
     def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
         """Return the voice of an adapter's folder, of which these ranks are."""
@@ -207,12 +220,12 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        vision = None if labels else tower_of(folder)
+        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
         options: dict[str, Any] = {"labels": labels, "vision": vision, "progress": DataProgress()}
         model = load_model(folder, dtype=dtype, quantize=config.storage, **options)
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
-        vision = None if labels else tower_of(folder)
+        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
         shape = shape if vision is None else vision.within(shape)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:

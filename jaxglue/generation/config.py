@@ -99,6 +99,11 @@ class AssistantConfig(PartsConfig):
         return {}
 
     @property
+    def drafted(self) -> int:
+        """Return the tokens that the model's draft head proposes for a step."""
+        return 0
+
+    @property
     def spare_ranks(self) -> int:
         """Return the ranks that stand free for adapters that are loaded later."""
         return 0

@@ -66,6 +66,10 @@ class Cursor:
     rope: RopeTables
     layer_input: Float[Array, "1 S P"] | None = None
     """The layer's own embeddings of the tokens, where a model has such."""
+    begins: Int[Array, " S"] | None = None
+    """Of several tokens of each slot: places of the states that precede the first ones."""
+    states: int = field(default=0, metadata={"static": True})
+    """Of several tokens: a state's place is its slot, and so many further for each token before the last."""
 
 
 class _Inference:
@@ -209,3 +213,53 @@ class ExtendContext(DecodeContext):
         rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
         return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+
+
+class VerifyContext(ExtendContext):
+    """Context of R tokens of each slot, side by side, of which the first ones may count alone.
+
+    A recurrent layer keeps the state behind each of them; keys and values of those that do not count are overwritten.
+    """
+
+    def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S*R C"]:
+        """Convolve each slot's tokens with those before them."""
+        (B, R), begun, outputs = self._sizes(x), self._begun(x), []
+        inputs = jnp.where(begun[:, None, None], self.cache.inputs[self._cursor.begins], 0)
+        for row, token in enumerate(jnp.unstack(x.reshape(B, R, -1), axis=1)):
+            y, inputs = convolution_step(token, inputs, weight)
+            self.cache = self.cache.write(self._place(row), inputs=inputs)
+            outputs.append(y)
+        return jnp.stack(outputs, axis=1).reshape(1, B * R, -1)
+
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S*R N V"]:
+        """Compute each slot's outputs, and the states behind its tokens."""
+        (B, R), begun, outputs, before = self._sizes(qkv), self._begun(qkv), [], self._cursor.begins
+        tokens, decays, steps = (jnp.unstack(part.reshape(B, R, -1), axis=1) for part in (qkv, g, beta))
+        for row, (token, decay, step) in enumerate(zip(tokens, decays, steps, strict=True)):
+            place = self._place(row)
+            states = self.cache.states.at[place].set(self.cache.states[before])
+            out, states = advance_states(states, place, begun, token, decay, step, heads)
+            self.cache, before, begun = replace(self.cache, states=states), place, jnp.ones_like(begun)
+            outputs.append(out)
+        return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
+
+    def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S*R *O"]:
+        """Compute each slot's outputs by the layer's own recurrence, and the states behind its tokens."""
+        (B, R), outputs = self._sizes(values[0]), []
+        states = self.cache.read(self._cursor.begins, self._begun(values[0]))
+        parts = [jnp.unstack(x.reshape(B, R, *x.shape[2:]), axis=1) for x in values]
+        for row, tokens in enumerate(zip(*parts, strict=True)):
+            out, states = recurrence.step(states, *tokens)
+            self.cache = self.cache.write(self._place(row), states)
+            outputs.append(out)
+        return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
+
+    def _sizes(self, x: Array) -> tuple[int, int]:
+        B = len(self._cursor.slots)
+        return B, x.shape[1] // B
+
+    def _begun(self, x: Array) -> Bool[Array, " S"]:
+        return self._cursor.positions.reshape(self._sizes(x))[:, 0] > 0
+
+    def _place(self, row: int) -> Int[Array, " S"]:
+        return self._cursor.slots + row * self._cursor.states

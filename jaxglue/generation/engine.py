@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.drafts import Drafting, accepted, make_draft_slots
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of
 from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
@@ -30,6 +31,7 @@ from jaxglue.generation.programs import (
     Cache,
     DecodeWindow,
     EnginePrograms,
+    EngineSlots,
     Trees,
     make_sequences,
     place_of,
@@ -98,6 +100,18 @@ Until = Callable[[int, int, list[int]], bool]
 """`until(number, answer, tokens so far)` ends an answer, which may hold tokens after the decisive one."""
 
 
+@dataclass
+class DraftCounts:
+    """How many tokens were drafted, and how many of these accepted."""
+
+    made: int = 0
+    accepted: int = 0
+
+    def add(self, made: int, accepted: int) -> None:
+        """Count further drafts."""
+        self.made, self.accepted = self.made + made, self.accepted + accepted
+
+
 class Engine:
     """Token generation for a model split by `split_model`; holds compiled programs, no weights.
 
@@ -111,6 +125,8 @@ class Engine:
             stays. Its end waits for the thread.
         as_written: round values wherever the code does, as training does whose log-probabilities are compared; see
             `rounding_as_written`.
+        drafting: a head that drafts tokens, whose weights the frozen parameters have as `draft` (the trainable ones: an
+            empty tree); None decodes one token a step. Batches in which some answer follows a grammar decode so, too.
     """
 
     def __init__(
@@ -123,8 +139,11 @@ class Engine:
         kv_cache: KVCache = "auto",
         ahead: bool = False,
         as_written: bool = False,
+        drafting: Drafting | None = None,
     ):
-        self._as_written = as_written
+        self._as_written, self._drafting = as_written, drafting
+        self.drafts = DraftCounts()
+        """Drafts so far."""
         self.config, self._dtype, self._ahead = config, dtype, ahead
         self.cache_dtype = jnp.float8_e4m3fn if kv_cache == "fp8" else dtype
         self._model = graphdefs, config, dtype, attention
@@ -145,7 +164,8 @@ class Engine:
 
     def _make_programs(self) -> EnginePrograms:
         with rounding_as_written(self._as_written):
-            return EnginePrograms(*self._model, self._fp8_layers)
+            self._plain = None if self._drafting is None else EnginePrograms(*self._model, self._fp8_layers)
+            return EnginePrograms(*self._model, self._fp8_layers, self._drafting)
 
     def generate(
         self,
@@ -225,9 +245,18 @@ class Engine:
     ) -> CachePlan:
         """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
-        options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": slots, "free": memory, "limit": limit}
         siblings = [request.n for request in requests for _ in range(request.n)]
-        return plan_cache(lengths, self.config, self._dtype, **options, siblings=siblings)
+        return plan_cache(
+            lengths,
+            self._programs.cached,
+            self._dtype,
+            cache_dtype=self.cache_dtype,
+            batch_size=slots,
+            free=memory,
+            limit=limit,
+            siblings=siblings,
+            rows=self._programs.rows,
+        )
 
     def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
         """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
@@ -235,8 +264,15 @@ class Engine:
         roomy = max(_SMALLEST_TEXT, 1 << (end - 1).bit_length())
         if roomy <= self.config.max_generated_positions:
             with suppress(ValueError):
-                options: dict[str, Any] = {"cache_dtype": self.cache_dtype, "batch_size": 1, "free": memory}
-                return plan_cache([(len(request.prompt), roomy)], self.config, self._dtype, **options)
+                return plan_cache(
+                    [(len(request.prompt), roomy)],
+                    self._programs.cached,
+                    self._dtype,
+                    cache_dtype=self.cache_dtype,
+                    batch_size=1,
+                    free=memory,
+                    rows=self._programs.rows,
+                )
         return self.plan([request], memory=memory)
 
     def see(self, trainable: Params, frozen: Params, images: abc.Sequence[Image], processor: Processor) -> np.ndarray:
@@ -290,9 +326,16 @@ class Engine:
             del self._sizes[next(iter(self._sizes))]
         sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
-        caches = make_caches(plan, self.config, self.cache_dtype, self._dtype, place_of(trees))
-        vocabulary = self.config.vocab_size
-        return DecodeBatch(self._programs, trees, caches, plan, kind, sizes, compiler, vocabulary, whole=whole)
+        # The host knows after each window how far a grammar lets an answer go, and states behind fewer tokens are gone.
+        plain = self._plain if kind.all_features.grammars else None
+        programs, place, vocabulary, drafts = plain or self._programs, place_of(trees), self.config.vocab_size, None
+        caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
+        if programs.rows > 1:
+            drafts = make_draft_slots(plan.slots + 1, programs.rows, self.config.hidden_size, self._dtype, place)
+        slots = make_sequences(plan, vocabulary, kind.all_features, place, drafts)
+        return DecodeBatch(
+            programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, self.drafts, whole=whole
+        )
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
         """Return the last call's plan where it serves this one's, since others need programs of their own."""
@@ -349,11 +392,13 @@ class DecodeBatch:
         programs: EnginePrograms,
         trees: Trees,
         caches: list[Cache],
+        slots: EngineSlots,
         plan: CachePlan,
         kind: ProgramKind,
         sizes: WindowSizes,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
+        drafts: "DraftCounts",
         *,
         whole: bool,
     ):
@@ -361,8 +406,9 @@ class DecodeBatch:
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
         self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees)
         self._prompts = PromptInputs(plan, programs.windows, kind.ranks)
-        self._slots = make_sequences(plan, vocabulary, kind.all_features, place_of(trees))
-        self._scheduler = Scheduler(plan, STEPS, remembers=programs.extends, rewinds=programs.rewinds)
+        self._slots, self._drafts, drafted = slots, drafts, programs.rows > 1
+        options: dict[str, bool] = {"remembers": programs.extends, "rewinds": programs.rewinds, "drafts": drafted}
+        self._scheduler = Scheduler(plan, STEPS * programs.rows, **options)
         self._under_way, self._vocabulary = deque[tuple[SchedulerOutput, Any]](), vocabulary
         self._others = dict[Features, WindowSizes]()
         """Windows in which some answer uses more than most do."""
@@ -428,11 +474,16 @@ class DecodeBatch:
         """Start the prefill and the window; return its results to come."""
         programs, trees = self._programs, self._trees
         for row in work.rows:
-            self._caches = programs.prefill(trees, *self._prompts.row(row), self._caches)
+            tokens, segments, places, images = self._prompts.row(row)
+            self._caches, last = programs.prefill(trees, tokens, segments, places, images, self._caches)
+            if last is not None:
+                self._slots = programs.with_prompts(self._slots, places.slots, last)
         for row in work.suffix_rows:
             self._caches = programs.extend(trees, *self._prompts.suffixes(row), self._caches)
         if work.slot_copies:
-            self._caches = programs.copy(self._caches, self._prompts.copies(work))
+            copies = self._prompts.copies(work)
+            self._caches = programs.copy(self._caches, copies)
+            self._slots = programs.with_copies(self._slots, copies)
         if penalized := [sequence for sequence in work.fresh if sequence.request.sampling.has_penalties]:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
@@ -440,9 +491,10 @@ class DecodeBatch:
         features, sizes, whole = self._choose(work)
         size, run = sizes.take(len(work.answers), whole)
         arguments = trees, self._slots, self._caches, self._table.window(work, size, features)
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
         if run is None:
-            run = partial(programs.window if whole else programs.window_by_layers, **options)
+            run = partial(
+                programs.window if whole else programs.window_by_layers, plan=self._plan, steps=STEPS, features=features
+            )
             if whole:
                 sizes.put(run)
         if self._compiler:
@@ -502,6 +554,9 @@ class DecodeBatch:
         steps: Any = jax.device_get(sampled)
         if isinstance(steps, list):
             steps = Sampled(*map(np.stack, zip(*steps, strict=True)))  # type: ignore[arg-type]
+        if (rows := self._programs.rows) > 1:
+            steps = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), steps)
+            self._drafts.add(*accepted(steps.tokens, rows, IDLE))
         if (steps.tokens == NOT_FINITE).any():
             raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
         counts = (steps.tokens != IDLE).sum(0).tolist()
@@ -510,10 +565,12 @@ class DecodeBatch:
             if not count or sequence.length >= sequence.end:
                 continue  # it ended in the last window, or the caller ended it
             if sequence.matcher:
-                count = sequence.matcher.take(steps.tokens[:count, column].tolist())
-            parts = [part[:count, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
+                own = steps.tokens[:, column]
+                count = sequence.matcher.take(own[own != IDLE].tolist())
+            which = np.flatnonzero(steps.tokens[:, column] != IDLE)[:count]
+            parts = [part[which, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
             most = sequence.request.top_log_probs
-            likely = [part[:count, column, :most] for part in (steps.top_tokens, steps.top_log_probs)]
+            likely = [part[which, column, :most] for part in (steps.top_tokens, steps.top_log_probs)]
             tokens = Tokens(*parts, *likely)
             ended = self._ended(sequence, tokens)
             self._scheduler.receive(sequence, tokens, ended is not None)

@@ -67,6 +67,7 @@ def plan_cache(
     free: float | None = None,
     siblings: Sequence[int] | int = 1,
     limit: str = "--max-tokens",
+    rows: int = 1,
 ) -> CachePlan:
     """Plan the cache for answers.
 
@@ -79,6 +80,7 @@ def plan_cache(
         free: bytes for cache and activations; by default the device's.
         siblings: answers, each included, that hold the full pages of its prompt together.
         limit: flag of an answer's most tokens.
+        rows: tokens of a sequence in a step, each of which has states of recurrent layers.
 
     Raises:
         ValueError: too little memory for the longest sequence.
@@ -91,7 +93,7 @@ def plan_cache(
     row = int(max(prompts.max(), min(PREFILL_TOKENS, prompts.sum())))
     spare = _SHARE * free - activation_bytes(config, dtype, row)
     page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
-    state = state_bytes(config, dtype)
+    state = rows * state_bytes(config, dtype)
     slot = rings + state + _LOGITS * 4 * config.vocab_size
     held = ((prompts + ends) / 2 / PAGE - shared).mean()  # many answers end early; the last to come waits
     expected = math.ceil(held) * page
@@ -255,7 +257,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None) -> list[Any]:
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None, rows: int = 1) -> list[Any]:
     """Return the empty caches of all layers; page 0, and a slot more than the plan's, belong to no sequence.
 
     Args:
@@ -264,10 +266,12 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         dtype: of keys and values.
         activations: dtype of activations.
         device: device or sharding.
+        rows: tokens of a sequence in a step, behind each of which there are states of recurrent layers.
     """
 
     def cache(kind: LayerKind) -> Any:
-        sizes = CacheSizes(plan.pages_in(kind.window), PAGE, plan.slots + 1, dtype, activations, device)
+        slots = rows * (plan.slots + 1)
+        sizes = CacheSizes(plan.pages_in(kind.window), PAGE, slots, dtype, activations, device)
         return kind.mixer.make_cache(kind, sizes)
 
     return [cache(kind) for kind in config.layer_kinds]

@@ -13,7 +13,24 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.layer_forms import by_tiles
-from jaxglue.generation.contexts import Cache, Cursor, DecodeContext, ExtendContext, Places, PrefillContext
+from jaxglue.generation.contexts import (
+    Cache,
+    Cursor,
+    DecodeContext,
+    ExtendContext,
+    Places,
+    PrefillContext,
+    VerifyContext,
+)
+from jaxglue.generation.drafts import (
+    Drafting,
+    DraftPrograms,
+    DraftSlots,
+    as_begun,
+    cached_config,
+    rows_cursor,
+    with_prompts,
+)
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
 from jaxglue.models.config import DecoderConfig, LayerKind
@@ -55,6 +72,8 @@ class EngineSlots:
     """True for sequences that go on."""
     counts: Counts | None
     """Counts of tokens in all slots; None without penalties."""
+    drafts: DraftSlots | None = None
+    """Their last tokens with the model's states; None without drafts."""
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +114,7 @@ class CachedLayer:
         self.fill = jit_step(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
         self.decode = _jit(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
+        self.verify = _jit(self._verify, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
@@ -109,6 +129,10 @@ class CachedLayer:
 
     def _extend(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = ExtendContext(cache, cursor, fp8=self._fp8)
+        return merge_module(self._graphdef, *weights)(x, context), context.cache
+
+    def _verify(self, weights: Trees, x, cache: Cache, cursor: Cursor):
+        context = VerifyContext(cache, cursor, fp8=self._fp8)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
 
@@ -131,7 +155,13 @@ class EnginePrograms:
         dtype,
         attention: str,
         fp8_layers: Sequence[bool],
+        drafting: Drafting | None = None,
     ):
+        self._drafts = None if drafting is None else DraftPrograms(drafting, graphdefs, config, dtype)
+        self.rows = 1 if drafting is None else drafting.rows
+        """Tokens of a sequence in a step."""
+        self.cached = config if drafting is None else cached_config(config)
+        """Architecture with all layers that have a cache."""
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         kinds = [*zip(graphdefs.layers, fp8_layers, strict=True)]
         layer_types = {kind: CachedLayer(kind[0], fp8=kind[1]) for kind in kinds}
@@ -139,7 +169,8 @@ class EnginePrograms:
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
-        self.extends = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
+        numbered = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
+        self.extends = numbered and drafting is None  # the state before a suffix, which its first draft needs, is gone
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
         self.sees = config.vision is not None
         """Whether prompts may have images."""
@@ -152,6 +183,10 @@ class EnginePrograms:
         self._embed_slots = _jit(self._embed_last, static_argnames="plan")
         self._advance = _jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
+        self._propose = _jit(self._propose_rows, static_argnames="states", donate_argnames="cache")
+        self._embed_rows = _jit(self._embed_verified, static_argnames="states")
+        self._accept = _jit(self._accept_rows, static_argnames="features")
+        self._remember = jax.jit(with_prompts)
         options: dict[str, Any] = {
             "donate_argnames": ("slots", "caches"),
             "static_argnames": ("plan", "features", "steps"),
@@ -168,8 +203,8 @@ class EnginePrograms:
         places: Places,
         images: Images | None,
         caches: list[Cache],
-    ) -> list[Cache]:
-        """Write the keys and values of packed prompts to the caches."""
+    ) -> tuple[list[Cache], Float[Array, "S D"] | None]:
+        """Write the keys and values of packed prompts to the caches; with drafts, return the last tokens' states."""
         x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
@@ -179,7 +214,10 @@ class EnginePrograms:
                 caches[i] = layer.fill(weights, x, caches[i], contexts[i], places)
             else:
                 x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
-        return caches
+        if self._drafts is None:
+            return caches, None
+        last, caches[-1] = self._drafts.prefill(self._drafts.weights(trees), x, tokens, caches[-1], packed, places)
+        return caches, last
 
     def extend(
         self, trees: Trees, tokens: Int[Array, " T"], positions: Int[Array, " T"], cursor: Cursor, caches: list[Cache]
@@ -235,9 +273,9 @@ class EnginePrograms:
     ) -> tuple[EngineSlots, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         sequences, caches, out = self._begin(slots, window), list(caches), []
-        for step in range(steps):
-            masks = _masks(window, step == 0)
-            sequences, caches, sampled = self._step(trees, sequences, caches, window, masks, **static)
+        for index in range(steps):
+            masks, step = _masks(window, index == 0), self._step if self._drafts is None else self._verified_step
+            sequences, caches, sampled = step(trees, sequences, caches, window, masks, **static)
             out.append(sampled)
         return self._finish(slots, window, sequences), caches, out
 
@@ -259,7 +297,8 @@ class EnginePrograms:
         programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
         programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            programs += [layer.prefill, layer.fill, layer.decode, layer.extend]
+            programs += [layer.prefill, layer.fill, layer.decode, layer.extend, layer.verify]
+        programs += [self._drafts.prefill, self._propose, self._embed_rows, self._accept] if self._drafts else []
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 
@@ -272,8 +311,8 @@ class EnginePrograms:
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
-            masks = _masks(window, first)
-            sequences, caches, sampled = self._step(weights, sequences, caches, window, masks, **options)
+            masks, step = _masks(window, first), self._step if self._drafts is None else self._verified_step
+            sequences, caches, sampled = step(weights, sequences, caches, window, masks, **options)
             return (sequences, caches), sampled
 
         # a known number of steps: with an end that depends on values, the host would wait for each
@@ -294,6 +333,28 @@ class EnginePrograms:
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, sampled
 
+    def _verified_step(
+        self, trees: Trees, sequences: EngineSlots, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
+    ):
+        """Draft tokens of each sequence, and decode the first of them that are the model's choices, and one more.
+
+        Returns:
+            sequences, caches, and what each row sampled (leading axis).
+        """
+        caches, options = list(caches), {"states": plan.slots + 1}
+        weights = self._head.weights(trees)
+        tokens, caches[-1] = self._propose(weights, sequences, window, caches[-1], **options)
+        x, cursor = self._embed_rows(_part(trees, "embed_tokens"), tokens, sequences, window, **options)
+        for i, (layer, own) in enumerate(self._layer_weights(trees)):
+            x, caches[i] = layer.verify(own, x, caches[i], cursor)
+        sequences, sampled = self._accept(weights, x, tokens, sequences, window, masks, features=features)
+        return sequences, caches, sampled
+
+    @property
+    def _head(self) -> DraftPrograms:
+        assert self._drafts is not None
+        return self._drafts
+
     def _layer_weights(self, trees: Trees) -> Iterator[tuple[CachedLayer, Any]]:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
@@ -312,8 +373,9 @@ class EnginePrograms:
         )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
-        options: dict[str, Any] = {"windows": self.windows, "ranks": window.ranks}
-        places = Places(pages=pages, offsets=positions % PAGE, slots=window.slots, **options)
+        places = Places(
+            pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows, ranks=window.ranks
+        )
         cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
         return x, cursor, layer_inputs
 
@@ -349,6 +411,78 @@ class EnginePrograms:
         after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
         return after, sampled._replace(tokens=shown)
 
+    def _propose_rows(self, weights, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, states: int):
+        """Return each sequence's last token and its drafts [B, R], and the head's cache."""
+        place = self._placing(sequences, window, states)
+        drafts, cache = self._head.propose(weights, _drafts_of(sequences), sequences.positions, place, cache)
+        return jnp.concatenate([sequences.tokens[:, None], drafts], axis=1), cache
+
+    def _embed_verified(self, weights: Trees, tokens, sequences: EngineSlots, window: DecodeWindow, *, states: int):
+        """Return (hidden states [1, B·R, D], cursor) of tokens [B, R]."""
+        positions = sequences.positions[:, None] + jnp.arange(tokens.shape[1])
+        embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
+        return embed_tokens(tokens.reshape(1, -1), self._dtype), self._placing(sequences, window, states)(positions)
+
+    def _placing(self, sequences: EngineSlots, window: DecodeWindow, states: int):
+        """Return the function from positions [B, n] of sequences to their cursor."""
+        ready = sequences.live, window.tables, window.slots, window.ranks, _drafts_of(sequences).count - 1, states
+        return lambda positions: rows_cursor(positions, *ready, self._config.rope_tables)
+
+    def _accept_rows(
+        self,
+        weights: dict[str, Trees],
+        x: Float[Array, "1 M D"],
+        tokens: Int[Array, "B R"],
+        sequences: EngineSlots,
+        window: DecodeWindow,
+        masks: UInt32[Array, "B words"] | None,
+        *,
+        features: Features,
+    ) -> tuple[EngineSlots, Sampled]:
+        """Return the sequences after the tokens that the model chooses behind accepted ones, and all rows' samples."""
+        B, R = tokens.shape
+        hidden = self._head.norm(weights, x[0])
+        logits = self._head.logits(weights, hidden).reshape(B, R, -1)
+        counts, goes, rows = sequences.counts, sequences.live, list[Sampled]()
+        live, count, last = sequences.live, jnp.zeros(B, jnp.int32), sequences.tokens
+        for row in range(R):
+            positions = sequences.positions + row + 1
+            own = counts and jax.tree.map(lambda each: each[window.slots], counts)
+            free = masks if masks is None or not row else jnp.full_like(masks, 0xFFFFFFFF)
+            sampled = sample(logits[:, row], window.controls, positions, own, features, free)
+            chosen = sampled.tokens
+            stays = sampled.finite & (chosen[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
+            if features.penalties and counts is not None:
+                counts = _count(counts, jnp.where(goes, window.slots, len(counts.seen) - 1), chosen)
+            shown = jnp.where(goes, jnp.where(sampled.finite, chosen, NOT_FINITE), IDLE)
+            rows.append(sampled._replace(tokens=shown))
+            live, last = jnp.where(goes, stays, live), jnp.where(goes, chosen, last)
+            count = jnp.where(goes, row + 1, count)
+            if row + 1 < R:
+                goes = goes & stays & self.matches(chosen, tokens[:, row + 1], positions)
+        all_rows = jax.tree.map(lambda *each: jnp.stack(each), *rows)
+        following = jnp.where(all_rows.tokens.T == IDLE, 0, all_rows.tokens.T)
+        drafts = DraftSlots(hidden=hidden.reshape(B, R, -1), tokens=following, count=count)
+        positions = jnp.where(live, sequences.positions + count, 0)
+        return EngineSlots(tokens=last, positions=positions, live=live, counts=counts, drafts=drafts), all_rows
+
+    @staticmethod
+    def matches(chosen: Int[Array, " B"], drafts: Int[Array, " B"], positions: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Return where the model's choices for these positions are the drafts."""
+        del positions
+        return chosen == drafts
+
+    def with_prompts(self, slots: EngineSlots, index, hidden: Float[Array, "n D"]) -> EngineSlots:
+        """Return the state in which these slots' prompts end with these states of the model."""
+        return replace(slots, drafts=self._remember(_drafts_of(slots), index, hidden))
+
+    def with_copies(self, slots: EngineSlots, copies: CacheCopies) -> EngineSlots:
+        """Return the state in which slots have the prompts' states of others."""
+        if slots.drafts is None:
+            return slots
+        sources, targets = copies.slots
+        return replace(slots, drafts=self._remember(slots.drafts, targets, slots.drafts.hidden[sources, 0]))
+
     def _copy_pages(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         def copied(kind: LayerKind, cache):
             index = self.windows.index(kind.window)
@@ -356,16 +490,24 @@ class EnginePrograms:
             sources, targets = copies.slots if kind.mixer.recurrent else pages
             return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), cache)
 
-        return list(map(copied, self._config.layer_kinds, caches))
+        return list(map(copied, self.cached.layer_kinds, caches))
 
 
-def make_sequences(plan: CachePlan, vocabulary: int, features: Features, device=None) -> EngineSlots:
+def make_sequences(
+    plan: CachePlan, vocabulary: int, features: Features, device=None, drafts: DraftSlots | None = None
+) -> EngineSlots:
     """Return the state of slots without sequences, and of one more."""
     zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
-    return EngineSlots(tokens=zeros(S, jnp.int32), positions=zeros(S, jnp.int32), live=zeros(S, bool), counts=counts)
+    empty: dict[str, Any] = {name: zeros(S, jnp.int32) for name in ("tokens", "positions")}
+    return EngineSlots(**empty, live=zeros(S, bool), counts=counts, drafts=drafts)
+
+
+def _drafts_of(slots: EngineSlots) -> DraftSlots:
+    assert slots.drafts is not None
+    return slots.drafts
 
 
 def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
@@ -375,7 +517,9 @@ def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    return EngineSlots(tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
+    drafts = None if old.drafts is None else as_begun(old.drafts, window.fresh, window.tokens)
+    positions = jnp.where(live, positions, 0)
+    return EngineSlots(tokens=tokens, positions=positions, live=live, counts=slots.counts, drafts=drafts)
 
 
 def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:

@@ -85,6 +85,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
     """Its place in the grammar, if it follows one."""
+    drafted: bool = False
+    """A window gives it as many tokens as are accepted."""
 
     def __post_init__(self) -> None:
         self.length = self.reach = len(self.request.prompt)
@@ -93,12 +95,12 @@ class Sequence:
     @property
     def waits(self) -> bool:
         """Return whether its next window depends on the result of the one under way."""
-        return self.matcher is not None and self.windows > 0
+        return (self.matcher is not None or self.drafted) and self.windows > 0
 
     @property
     def ends_under_way(self) -> bool:
         """Return whether it certainly ends in the windows that were given out."""
-        return (self.reach if self.matcher is None else self.length) >= self.end
+        return (self.length if self.matcher or self.drafted else self.reach) >= self.end
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
@@ -175,10 +177,13 @@ class Scheduler:
         steps: of a window.
         remembers: let prompts share the pages of texts that begin alike, also after these have ended.
         rewinds: answers can go back some tokens in what they hold; otherwise it is computed again.
+        drafts: a window has up to so many steps, as many as drafts are accepted.
     """
 
-    def __init__(self, plan: CachePlan, steps: int, *, remembers: bool = False, rewinds: bool = True):
-        self._remembers, self._rewinds = remembers, rewinds
+    def __init__(
+        self, plan: CachePlan, steps: int, *, remembers: bool = False, rewinds: bool = True, drafts: bool = False
+    ):
+        self._remembers, self._rewinds, self._drafts = remembers, rewinds, drafts
         self._waiting, self._steps = deque[Sequence](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._pages = max(plan.pages, 1)
@@ -189,7 +194,7 @@ class Scheduler:
     def add(self, answers: Iterable[Sequence]) -> None:
         """Let further answers wait, in order."""
         for sequence in answers:
-            sequence.reach = sequence.length
+            sequence.reach, sequence.drafted = sequence.length, self._drafts
             self._waiting.append(sequence)
 
     def forget(self) -> None:
@@ -232,9 +237,9 @@ class Scheduler:
         sequence.length += len(tokens.ids)
         if ends:
             self.end(sequence)
-        elif sequence.matcher and sequence.length < sequence.reach:
+        elif (sequence.matcher or sequence.drafted) and sequence.length < sequence.reach:
             sequence.reach = sequence.length
-            if not self._rewinds:
+            if sequence.matcher and not self._rewinds:
                 self._leave(sequence)
                 self._waiting.appendleft(sequence)
 

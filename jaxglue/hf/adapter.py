@@ -192,8 +192,9 @@ def save_adapter(
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    names: dict[str, Any] = {"tied": tied, "model_type": model_type, "text_path": text_path}
-    described = config_to_peft(config, shapes, base_reference(base_model), **names)
+    described = config_to_peft(
+        config, shapes, base_reference(base_model), tied=tied, model_type=model_type, text_path=text_path
+    )
     write_json(folder / CONFIG, described)
 
 

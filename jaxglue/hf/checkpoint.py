@@ -112,7 +112,10 @@ def _read_names(folder: Path) -> Wrapper | Spelling | None:
 
 
 def stored_form(
-    base: str | Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]
+    base: str | Path,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str], np.ndarray],
+    others: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[str], np.ndarray]]:
     """Return specs and reader of a folder's tensors as a base's files name them, with the parts around its text model.
 
@@ -120,18 +123,26 @@ def stored_form(
         base: the folder.
         specs: of the text model's tensors.
         read: reads them.
+        others: values of parts around the text model, by their names in the files, in place of the base's.
     """
-    base = model_folder(base)
+    base, others = model_folder(base), others or {}
     names = _read_names(base)
     if names is None:
+        assert not others
         return dict(specs), read
     files = open_checkpoint(base) if has_weights(base) else TensorFiles([], names)
     assert files.names is not None
     ours = {files.names.stored(name): name for name in specs}
     passed = {name: info for name, info in files.others.items() if name not in ours}  # others were trained
-    others = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in passed.items()}
+    around = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in passed.items()}
     named = {stored: specs[name] for stored, name in ours.items()}
-    return named | others, lambda name: read(ours[name]) if name in ours else files.read(name)
+
+    def read_stored(name: str) -> np.ndarray:
+        if name in ours:
+            return read(ours[name])
+        return others[name] if name in others else files.read(name)
+
+    return named | around, read_stored
 
 
 def _shard(folder: Path, file: str) -> Path:

@@ -20,6 +20,7 @@ from jaxglue.files.atomic import atomic_folder
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import has_weights, open_checkpoint, read_config, stored_form
+from jaxglue.hf.draft import copied_tensors
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
 from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, refuse_link_out
@@ -41,6 +42,7 @@ def save_model(
     dtype: DTypeLike | None = None,
     write: bool = True,
     finish: Callable[[Path], None] | None = None,
+    draft: Mapping[str, np.ndarray] | None = None,
     progress: DataProgress | None = None,
 ) -> None:
     """Write a complete model folder from parameters in memory.
@@ -53,6 +55,7 @@ def save_model(
             and decays; by default each keeps its own.
         write: False on processes that only contribute their shards of the tensors.
         finish: called with the folder before it appears.
+        draft: tensors of a trained draft head, in place of the base's.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -91,7 +94,8 @@ def save_model(
             write_json(temporary / "config.json", described | {name: str(jnp.dtype(dtype))})
         if finish is not None:
             finish(temporary)
-        write_shards(temporary, *stored_form(base, specs, read), MAX_SHARD_BYTES, progress)
+        others = copied_tensors(base, config_from_hf(read_config(base)), read) | dict(draft) if draft else {}
+        write_shards(temporary, *stored_form(base, specs, read, others), MAX_SHARD_BYTES, progress)
 
 
 def _wide_tensors(base: str | Path) -> set[str]:

@@ -18,6 +18,7 @@ from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE, is_adapter
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
+from jaxglue.hf.draft import read_draft
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import (
     copy_texts,
@@ -32,6 +33,7 @@ from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.identity import identify
 from jaxglue.hf.input_check import check_input
 from jaxglue.hf.loading import require_stored
+from jaxglue.hf.reading import carry_record, read_record
 from jaxglue.hf.serving import (
     folder_stops,
     has_tokenizer,
@@ -108,7 +110,8 @@ def export_adapter(
         if matrices:
             write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": made.config()})
         _describe(merge, merge.adapter, Path(base), temporary)
-        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+        head = read_draft(Path(adapter), base)
+        write_shards(temporary, *stored_form(base, specs, read, head), max_shard_bytes, progress)
         dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
         check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
         if merge.config.quantize == "none":
@@ -312,7 +315,10 @@ class MergedTensors:
 
 def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:
     """Enter tokenizer, chat template, stop tokens and number of tokens of an adapter into a merged folder."""
+    carry_record(adapter.folder, output)
     raw = copied = read_config(output)
+    if read_record(output).get("bidirectional"):
+        raw = with_text(raw, is_causal=False)
     if adapter.vocab_size > text_config(raw)["vocab_size"]:
         raw = with_text(raw, vocab_size=adapter.vocab_size)
     if config_from_hf(raw).tie_word_embeddings and not merge.config.tie_word_embeddings and not adapter.scores:

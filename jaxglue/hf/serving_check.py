@@ -111,9 +111,10 @@ def read_by_transformers(folder: Path, chats: Chats) -> tuple[dict[str, Any], fr
         ValueError: it cannot, or takes too long.
     """
     command = [sys.executable, "-P", str(_READER), str(folder)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": _TIMEOUT}
     try:
-        done = subprocess.run(command, input=json.dumps(list(chats)), **options)
+        done = subprocess.run(
+            command, input=json.dumps(list(chats)), capture_output=True, text=True, check=False, timeout=_TIMEOUT
+        )
     except subprocess.TimeoutExpired:
         raise ValueError(f"{folder}: transformers did not read the folder within {_TIMEOUT} s") from None
     if done.returncode:

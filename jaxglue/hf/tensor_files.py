@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import ml_dtypes
@@ -20,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import UnchangedFile
 from jaxglue.files.regular_file import open_regular
-from jaxglue.models.wrapper import Spelling, TensorNames, Wrapper
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,6 +39,23 @@ _DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class StoredNames(Protocol):
+    """Names of tensors in files, and the same tensors' names in a model."""
+
+    def ours(self, stored: str) -> str | None:
+        """Return a tensor's name in the model; None for those of other parts."""
+
+    def stored(self, name: str) -> str:
+        """Invert `ours`."""
+
+
+class FolderNames(Protocol):
+    """Names of tensors in files of which several spellings exist."""
+
+    def names(self, stored: Iterable[str]) -> StoredNames:
+        """Return the names in files that have these tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +82,7 @@ class TensorFiles:
         ValueError: a missing, truncated or corrupt file, an unsupported dtype, or a tensor in two files.
     """
 
-    def __init__(self, paths: Iterable[Path], names: Wrapper | Spelling | None = None):
+    def __init__(self, paths: Iterable[Path], names: FolderNames | None = None):
         self.tensors: dict[str, TensorInfo] = {}
         self.others: dict[str, TensorInfo] = {}
         self._metadata: dict[str, str] = {}
@@ -76,11 +93,11 @@ class TensorFiles:
             self.tensors |= tensors
             self._metadata |= metadata
         self._given = names
-        self.names = None if names is None else names.names(self.tensors)
+        self.names: StoredNames | None = None if names is None else names.names(self.tensors)
         if self.names is not None:
             self._split(self.names)
 
-    def _split(self, names: TensorNames | Spelling) -> None:
+    def _split(self, names: StoredNames) -> None:
         """Set the parts around the text model apart, and name its tensors as it does alone."""
         stored, self.tensors = self.tensors, {}
         for name, info in stored.items():
@@ -144,7 +161,7 @@ class MappedFiles(TensorFiles):
     A file that is replaced stays readable; one that is changed in place is refused.
     """
 
-    def __init__(self, paths: Iterable[Path], names: Wrapper | Spelling | None = None):
+    def __init__(self, paths: Iterable[Path], names: FolderNames | None = None):
         super().__init__(paths, names)
         infos = (*self.tensors.values(), *self.others.values())
         self._opened = {file: UnchangedFile(file) for file in {info.file for info in infos}}

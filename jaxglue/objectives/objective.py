@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
     from jaxglue.data.batch import Batch
+    from jaxglue.data.reads import ReadTask
 
 
 OBJECTIVES = Registry["type[Objective]"](
@@ -25,6 +26,10 @@ OBJECTIVES = Registry["type[Objective]"](
         "simpo": "jaxglue.objectives.simpo:SimPO",
         "reward": "jaxglue.objectives.reward:BradleyTerry",
         "classify": "jaxglue.objectives.classify:Classification",
+        "decide": "jaxglue.objectives.decide:Decisions",
+        "embed": "jaxglue.objectives.embed:Embeddings",
+        "rerank": "jaxglue.objectives.rerank:Reranker",
+        "rerank_score": "jaxglue.objectives.rerank:ScoreReranker",
         "grpo": "jaxglue.objectives.policy_gradient:GRPO",
         "dr_grpo": "jaxglue.objectives.policy_gradient:DrGRPO",
         "dapo": "jaxglue.objectives.policy_gradient:DAPO",
@@ -44,6 +49,9 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
     {
         name: f"jaxglue.objectives.{where}"
         for where, names in {
+            "reading_config:DecideSettings": ("decide",),
+            "reading_config:EmbedSettings": ("embed",),
+            "reading_config:RerankSettings": ("rerank", "rerank_score"),
             "objective:ObjectiveConfig": ("sft",),
             "config:DPOSettings": ("dpo",),
             "config:IPOSettings": ("ipo",),
@@ -72,7 +80,8 @@ class ObjectiveConfig(KindSettings):
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
-    or classify, the labels of documents;
+    or classify, the labels of documents; or decide, typed questions about a state; embed,
+    texts as vectors; rerank, documents to a query, by yes and no at the head, or rerank_score, by a score;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
     RLOO (2402.14740); or distill, the divergence from a teacher on the
@@ -93,8 +102,8 @@ class ObjectiveConfig(KindSettings):
         """Return the columns of rows that the objective reads."""
         return self.make().columns_read
 
-    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
-        """Return the treatment of preference data or labels; None for texts and chats."""
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> "AnswerTask | LabelTask | ReadTask | None":
+        """Return the treatment of preference data, labels or rows whose parts are read; None for texts and chats."""
         return self.make().task(shared_prompt=shared_prompt, copies=copies)
 
     @property
@@ -212,6 +221,12 @@ class Objective:
     """A reward model or classifier is trained: scores take the place of the output projection."""
     classifies: ClassVar[bool] = False
     """Documents have labels, which are read at their last tokens."""
+    reads: ClassVar[bool] = False
+    """Parts of rows are read by themselves: `jaxglue.objectives.reading`."""
+    two_passes: ClassVar[bool] = False
+    """Steps run such rows twice: the loss is of the parts of a whole step."""
+    shares_beginning: ClassVar[bool] = True
+    """Such parts follow one beginning."""
     learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     """Peak learning rates by training method."""
 
@@ -220,15 +235,15 @@ class Objective:
             raise TypeError(f"{cls.__name__} needs a reference: let its Settings extend ReferenceSettings")
         if cls.needs_reference:
             cls.excludes = (*cls.excludes, *(each for each in _BESIDE_REFERENCE if each not in cls.excludes))
-        cls.forks = cls.answers is not None or cls.needs_rollouts
+        cls.forks = cls.answers is not None or cls.needs_rollouts or (cls.reads and cls.shares_beginning)
 
     @property
     def columns_read(self) -> Columns:
         """Return the columns that it reads with its settings."""
         return self.columns
 
-    def task(self, *, shared_prompt: bool, copies: bool = False) -> AnswerTask | LabelTask | None:
-        """Return the treatment of preference data or labels; None for texts and chats."""
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> "AnswerTask | LabelTask | ReadTask | None":
+        """Return the treatment of preference data, labels or rows whose parts are read; None for texts and chats."""
         return None if self.answers is None else self.answers._replace(shared_prompt=shared_prompt, copies=copies)
 
     @property

@@ -61,6 +61,8 @@ class PackedSegments:
     """The first query that sees each key, where `own_keys` are given."""
     key_positions: Int[Array, "B T"] | None = None
     """Positions of forked segments' keys, where `own_keys` are given."""
+    bidirectional: bool = field(default=False, metadata={"static": True})
+    """Tokens see their whole segment, or all of a window around them."""
 
     @property
     def slots(self) -> int:
@@ -254,6 +256,23 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     return replace(packed, **fields)
 
 
+def both_ways(segments: PackedSegments, window: int | None) -> PackedSegments:
+    """Return the bounds of whole segments whose tokens see those after them, too, as those of queries with own keys.
+
+    A window of w tokens reaches w // 2 to each side.
+    """
+    assert segments.gap_starts is None and segments.split is None
+    starts, ends = segments.starts, segments.ends
+    first, own = starts, ends - 1  # padding begins at T, so that it sees nothing
+    if window is not None:
+        at, reach = jnp.arange(starts.shape[1], dtype=jnp.int32), window // 2
+        real = segments.segment_ids > 0
+        starts = jnp.where(real, jnp.maximum(starts, at - reach), starts)
+        own, ends = (jnp.where(real, jnp.minimum(end, at + reach + more), end) for end, more in ((own, 0), (ends, 1)))
+        first = starts
+    return replace(segments, starts=starts, ends=ends, own_keys=own, first_queries=first, bidirectional=False)
+
+
 _WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Tokens of rows of copies, in those of forked rows: few, since each is compiled."""
 
@@ -279,8 +298,8 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
             rows[b, columns], starts[b, columns], ends[b, columns] = tokens, begin, columns.stop
             begin = columns.stop
         ends[b, begin:] = begin
-        for place, token in enumerate(rows[b, :begin]):
-            places_of[b][token].append(place)
+        for column, token in enumerate(rows[b, :begin]):
+            places_of[b][token].append(column)
     K = segment_bucket(max((len(places) for line in places_of for places in line), default=1))
     places = np.full((B, K, T), C)
     for b, tokens_places in enumerate(places_of):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -166,8 +166,15 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
     if workload.attention != "auto":
         return workload.attention
     forked = workload.objective.forks
-    options: dict[str, Any] = {"window": window, "forked": forked, "split": workload.mesh.context > 1}
-    shape = attention_shape(workload.config, workload.dtype, workload.seq_len, kind, **options)
+    shape = attention_shape(
+        workload.config,
+        workload.dtype,
+        workload.seq_len,
+        kind,
+        window=window,
+        forked=forked,
+        split=workload.mesh.context > 1,
+    )
     name = ATTENTION.choose(gpu.capability, shape).name
     return name if name in ("cudnn", "hopper") else "triton"
 

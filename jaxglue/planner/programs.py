@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jaxglue.data.batch import Answers, Batch, Rollouts
+from jaxglue.data.batch import Answers, Batch, Reads, Rollouts
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
@@ -84,6 +84,8 @@ def abstract_batch(workload: Workload) -> Batch:
     answers = None if objective.answers is None else _abstract_answers(ids, units)
     columns: Any = dict.fromkeys(objective.columns, weights if answers is None else units)
     fields: dict[str, Any] = {"segments": segments, "answers": answers, "columns": columns}
+    if objective.reads:
+        fields["reads"] = _abstract_reads(ids, objective, workload.config.hidden_size)
     if objective.needs_rollouts:
         of_tokens: dict[str, Any] = dict.fromkeys(("sampler", "old", "reference"), weights)
         if objective.needs_teacher:
@@ -103,6 +105,15 @@ def _abstract_copies(shape: tuple[int, int]) -> ForkCopies:
     (B, T), integers = shape, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     copied: Any = integers((B, int(T * _COPIED)))
     return ForkCopies(rows=copied, starts=copied, ends=copied, places=integers((B, 2, T)))  # type: ignore[arg-type]
+
+
+def _abstract_reads(owners: Any, objective: Any, hidden: int) -> Reads:
+    """Return the shapes of a part in each row."""
+    rows = owners.shape[0]
+    numbers: Any = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    counts: Any = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+    values = objective.abstract_values(rows, 1, hidden)
+    return Reads(owners=owners, counts=counts, units=numbers, parts=numbers, values=values)
 
 
 def _abstract_answers(owners: Any, units: Any) -> Answers:
@@ -253,9 +264,17 @@ _shared: WeakValueDictionary[tuple[Workload, Capability | None], "Programs"] = W
 
 def shared_programs(workload: Workload, capability: Capability | None) -> "Programs":
     """Return the programs of a workload, those of another one in use where all that decides them is the same."""
-    same: dict[str, Any] = {"document_lengths": (), "gradient_accumulation_steps": 1, "update_in_backward": False}
-    same |= {"moment_bytes": 8.0, "host_embeddings": False, "attention": "auto", "reference": False}
-    key = replace(workload, **same), capability
+    traced = replace(
+        workload,
+        document_lengths=(),
+        gradient_accumulation_steps=1,
+        update_in_backward=False,
+        moment_bytes=8.0,
+        host_embeddings=False,
+        attention="auto",
+        reference=False,
+    )
+    key = traced, capability
     if (programs := _shared.get(key)) is None:
         programs = _shared[key] = Programs(*key)
     return programs

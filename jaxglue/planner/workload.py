@@ -138,8 +138,9 @@ class Workload:
     @property
     def any_rows(self) -> "Workload":
         """Return the workload that stands for all which differ in their rows only: parameters are the same."""
-        changes: dict[str, Any] = {"seq_len": 1, "tile": None, "document_lengths": (), "other_models": 0}
-        return replace(self, objective=SUPERVISED, reference=False, **changes)
+        return replace(
+            self, objective=SUPERVISED, reference=False, seq_len=1, tile=None, document_lengths=(), other_models=0
+        )
 
     @property
     def compiled_ahead(self) -> bool:

@@ -117,12 +117,14 @@ def read_prompts(
     }
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     store = TokenStore(tokens=tokens, mask=np.zeros(len(tokens), np.uint8), offsets=offsets, info=info)
-    documents: dict[str, Any] = {
-        "documents": np.arange(len(prompts)),
-        "lengths": lengths,
-        "targets": np.zeros_like(lengths),
-    }
-    return PromptDataset(store=store, **documents, prompts=tuple(prompts), answer=answer)
+    return PromptDataset(
+        store=store,
+        documents=np.arange(len(prompts)),
+        lengths=lengths,
+        targets=np.zeros_like(lengths),
+        prompts=tuple(prompts),
+        answer=answer,
+    )
 
 
 class _Encoder:

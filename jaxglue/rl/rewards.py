@@ -23,6 +23,7 @@ from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.folder_digest import folder_digest
+from jaxglue.parts import Registry
 from jaxglue.rl.checks import check_schema, expected_texts
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.environment import Episode, Reply
@@ -31,22 +32,39 @@ from jaxglue.rl.process import Function, JudgingProcess
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
 from jaxglue.rl.sources import source_files
+from jaxglue.settings.spelling import nearest
 from jaxglue.text.stream import CHANNEL, added_tokens, decode
 from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 
 _CHECKS = Path(__file__).parent / "checks.py"
 ENVIRONMENT = "environment"
 """Name of the reward that an environment gives."""
-_SHIPPED = ("exact", "math", "regex", "json_schema", "length")
-_SECONDS = {"math": 10.0}
-"""The most time of shipped rewards for an answer, which may be made to take long."""
-_AFTER_THINKING = ("exact", "math", "json_schema")
-"""Shipped rewards that judge what follows the thinking."""
 _TAIL = 16
 """Last tokens of a prompt, which tell whether it has begun to think."""
 _MOST_KILLED = 3
 """Times in a row that a function's process may be killed."""
 _log = logging.getLogger(__name__)
+
+
+class ShippedReward(NamedTuple):
+    """A function of `checks.py`, as its name alone is given."""
+
+    after_thinking: bool = False
+    """It judges what follows the thinking."""
+    seconds: float = math.inf
+    """The most time for an answer, which may be made to take long."""
+
+
+SHIPPED = Registry[ShippedReward](
+    "reward",
+    {
+        "exact": ShippedReward(after_thinking=True),
+        "math": ShippedReward(after_thinking=True, seconds=10.0),
+        "regex": ShippedReward(),
+        "json_schema": ShippedReward(after_thinking=True),
+        "length": ShippedReward(),
+    },
+)
 
 
 class Written(NamedTuple):
@@ -128,9 +146,12 @@ def parse_reward(text: str) -> RewardSpec:
         if unknown := sorted(options.keys() - {"folder"}):
             raise ValueError(f"--reward {text}: unknown {', '.join(unknown)}: a reward model has a folder and a weight")
         return RewardSpec(name, "", options, weight)
-    if place not in _SHIPPED:
-        known = ", ".join((*_SHIPPED, "model"))
-        raise ValueError(f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {known}")
+    if place not in SHIPPED:
+        names = *SHIPPED, "model"
+        raise ValueError(
+            f"--reward {text}: expected a function of a file, as in rewards.py:{place}, or one of {', '.join(names)}"
+            f"{nearest(place, names)}"
+        )
     try:
         _check_shipped(options)
     except (ImportError, ValueError, re.error) as error:
@@ -315,11 +336,17 @@ class Judge:
 
     def _reply(self, episode: Episode) -> Reply:
         assert self._environment is not None and not isinstance(episode.prompt.content, str)
-        request = {"messages": [*episode.prompt.content, *episode.messages], "columns": dict(episode.prompt.columns)}
-        answer: dict[str, Any] = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
-        answer["last"] = episode.is_last
+        request = {
+            "messages": [*episode.prompt.content, *episode.messages],
+            "columns": dict(episode.prompt.columns),
+            "completions": [None],
+            "completion_ids": [None],
+            "texts": [None],
+            "prompt": None,
+            "last": episode.is_last,
+        }
         where = f"environment of {episode.prompt.origin}"
-        found = self._call(self._environment, request | answer, where)
+        found = self._call(self._environment, request, where)
         if limit := found.get("limit"):
             self._warn(where, [limit], 1)
             return None
@@ -346,14 +373,20 @@ class Judge:
         A function that judges one answer at a time has its time for each: none takes that of the others.
         """
         where = f"reward {spec.name} of {group.prompt.origin}"
-        texts = self._visible(group) if spec.is_shipped and spec.function in _AFTER_THINKING else group.texts
-        shared: dict[str, Any] = {"prompt": group.prompt.content, "columns": dict(group.prompt.columns)}
+        after_thinking = spec.is_shipped and SHIPPED[spec.function].after_thinking
+        texts = self._visible(group) if after_thinking else group.texts
         size = 1 if spec.name in self._judges_each else len(group.samples)
         rewards, limits = list[float](), list[str]()
         for start in range(0, len(group.samples), size):
             part = slice(start, start + size)
-            request = shared | {"texts": texts[part], "completions": group.completions[part]}
-            reply = self._call(spec, request | {"completion_ids": group.ids[part]}, where)
+            request = {
+                "prompt": group.prompt.content,
+                "columns": dict(group.prompt.columns),
+                "texts": texts[part],
+                "completions": group.completions[part],
+                "completion_ids": group.ids[part],
+            }
+            reply = self._call(spec, request, where)
             if limit := reply.get("limit"):
                 limits.append(limit)
                 rewards += [math.nan] * size
@@ -374,7 +407,7 @@ class Judge:
         """Return the reply of a process, or the `limit` that it reached; raise ValueError if the function fails."""
         process, seconds = self._free.get(), self._timeout
         if spec.is_shipped:
-            seconds = min(seconds, _SECONDS.get(spec.function, seconds))
+            seconds = min(seconds, SHIPPED[spec.function].seconds)
         try:
             if spec.file == GIVEN:
                 reply = ask_given(spec.call.request | request)

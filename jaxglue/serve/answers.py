@@ -132,6 +132,8 @@ def answer_rows(
         answers = (iter([text]) for text in texts)
     for row, answer, thinks in zip(rows, answers, thoughts, strict=True):
         yield row, said(answer, assistant.tokenizer, thinks)
+    if say and (drafts := assistant.engine.drafts).made:
+        say(f"{drafts.accepted:,} of {drafts.made:,} drafts accepted ({drafts.accepted / drafts.made:.0%})")
 
 
 def _thought(assistant: Assistant, config: GenerateConfig, row: dict[str, Any], tokens: list[int]) -> Thought:

@@ -171,6 +171,15 @@ def _forced_calls(body: dict[str, Any], schemas: Mapping[str, dict[str, Any]], v
     return call_grammar(voice.tokenizer, forced, several=several)
 
 
+def read_few(host: Host, body: dict[str, Any], prompts: int) -> int:
+    """Return the answers to each of some prompts; raise BadRequestError for more than a request may have in all."""
+    count, most = read_count(body), max(host.config.max_requests, 1)
+    if prompts * count > most:
+        message = f"{prompts} prompts with {count} answers each: at most {most} are taken"
+        raise BadRequestError(message, parameter="n")
+    return count
+
+
 async def _grammar(host: Host, voice: Voice, stated: tuple[str, Any] | None, thinks: Thought) -> Grammar | None:
     """Return a grammar of this kind and value; raise ValueError for one that is not understood."""
     if stated is None:
@@ -215,10 +224,7 @@ async def make_call(
         body = body | {"max_tokens": 1}
     rooms = [max(host.service.length - len(tokens), 1) for tokens in prompts]
     samplings = [read_sampling(body, host.config.sampling, room, seed) for room in rooms]
-    log_probs, count = read_log_probs(body, chat=chat), read_count(body)
-    if len(prompts) * count > max(host.config.max_requests, 1):
-        message = f"{len(prompts)} prompts with {count} answers each: at most {host.config.max_requests} are taken"
-        raise BadRequestError(message, parameter="n")
+    log_probs, count = read_log_probs(body, chat=chat), read_few(host, body, len(prompts))
     vocabulary = host.assistant.config.vocab_size
     asked: dict[str, Any] = {
         "stop": {

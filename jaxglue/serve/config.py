@@ -30,6 +30,9 @@ class GenerateConfig(AssistantConfig):
     """The most prompts to answer at a time; by default as many as free memory holds. With 1, answers stream."""
     raw: bool = False
     """Continue the prompts verbatim, without the chat template."""
+    drafts: Annotated[int, Range(ge=0, le=5)] = 0
+    """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
+    without. 0 drafts none; answers that follow a schema or expression are not drafted."""
     json_schema: Path | None = None
     """File with a JSON schema that answers follow; needs llguidance."""
     regex: str | None = None
@@ -48,6 +51,11 @@ class GenerateConfig(AssistantConfig):
             raise ValueError("--json-schema and --regex: an answer follows one of them; leave the other out")
         if self.json_schema and not self.json_schema.is_file():
             raise ValueError(f"--json-schema: no such file: {self.json_schema}")
+
+    @property
+    def drafted(self) -> int:
+        """See `AssistantConfig`."""
+        return self.drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +156,16 @@ def _check_origin(origin: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AssistantConfig):
-    """Run tasks of lm-evaluation-harness on a model with an optional adapter."""
+    """Run tasks of lm-evaluation-harness on a model with an optional adapter, or measure answers in one pass."""
 
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
     """Names of tasks, separated by spaces or commas."""
+    data: tuple[str, ...] = ()
+    """Rows in place of tasks, as of training: of decisions, texts or documents."""
+    columns: str = ""
+    """New and old names of the rows' columns to rename, such as query=question."""
+    diagram: Path | None = None
+    """PNG for the reliability diagram of decisions."""
     include_path: Path | None = None
     """Folder with further tasks, as YAML files."""
     num_fewshot: NonNegativeInt | None = None
@@ -168,8 +182,10 @@ class EvaluateConfig(AssistantConfig):
         super().validate()
         names = tuple(name.strip() for item in self.tasks for name in item.split(",") if name.strip())
         object.__setattr__(self, "tasks", names)
-        if not names:
-            raise ValueError("no task: name some with --tasks")
+        if bool(names) == bool(self.data):
+            raise ValueError("name tasks with --tasks, or files of rows with --data")
+        if self.diagram and not self.data:
+            raise ValueError("--diagram: it is of decisions in files of rows: give --data")
         if self.sampling != SamplingConfig():
             raise ValueError(
                 "tasks set how answers are sampled: leave out --max-tokens, --temperature and other such flags"
@@ -178,3 +194,31 @@ class EvaluateConfig(AssistantConfig):
             raise ValueError("--system needs the chat template: add --chat-template")
         if self.include_path and not self.include_path.is_dir():
             raise ValueError(f"--include-path: no such folder: {self.include_path}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig(AssistantConfig):
+    """Write the embeddings of texts, or mine hard negatives for pairs."""
+
+    data: tuple[str, ...]
+    """Files, folders or data sets: rows with `text`, or to mine those of training."""
+    column: str = "text"
+    """Column of the texts."""
+    output: Path = Path("embeddings.npy")
+    """NumPy file [texts, dimensions] in float32; a .jsonl file holds rows with `embedding`, or mined negatives."""
+    query: bool = False
+    """Put the prompt of queries before texts, not that of documents."""
+    dimensions: PositiveInt | None = None
+    """Leading dimensions to keep, normalized again."""
+    mine: NonNegativeInt = 0
+    """Write the rows of pairs with so many hard negatives each: the documents most similar to an anchor."""
+    mine_margin: Annotated[float, Range(gt=0, le=1)] = 0.95
+    """A negative is at most this share as similar as the positive: others may be positives, too."""
+
+    def validate(self) -> None:
+        """Refuse sampling, and mined rows in a file of numbers."""
+        super().validate()
+        if self.sampling != SamplingConfig():
+            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
+        if self.mine and self.output.suffix != ".jsonl":
+            raise ValueError(f"--output {self.output}: rows with mined negatives need a .jsonl file")

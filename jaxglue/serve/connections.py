@@ -1,6 +1,7 @@
 """Connections to the server: closed where no request comes on them."""
 
 from asyncio import AbstractEventLoop, BaseTransport
+from collections.abc import Callable
 from typing import Any
 
 SECONDS = 20.0
@@ -30,3 +31,16 @@ def bounded_protocol() -> type:
                 self.loop.call_later(SECONDS, self._check, state)
 
     return Bounded
+
+
+def announcing_server(config: Any, announce: Callable[[], None]) -> Any:
+    """Return uvicorn's server of this configuration, which calls a function once it listens."""
+    from uvicorn import Server
+
+    class Announcing(Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                announce()
+
+    return Announcing(config)

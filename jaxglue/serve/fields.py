@@ -129,16 +129,16 @@ async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = F
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    known = set(known)
-    for name in sorted(body.keys() - known):
+    names = set(known)
+    for name in sorted(body.keys() - names):
         neutral = _REFUSED.get(name, _NOTHING if name in CHAT | COMPLETION else None)
         if neutral is not None and body[name] is not None and not any(_same(body[name], value) for value in neutral):
             message = f"{name} is not supported, and would change the answer: leave it out"
             raise BadRequestError(message, parameter=name)
-        if neutral is None and (hint := nearest(name, known)):
+        if neutral is None and (hint := nearest(name, names)):
             raise BadRequestError(f"unknown parameter: {name:.100}{hint}", parameter=name)
         record_of(http).ignored.append(name)
-    return {name: value for name, value in body.items() if name in known}
+    return {name: value for name, value in body.items() if name in names}
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -359,8 +359,8 @@ def read_grammar(body: dict[str, Any], calls: str | None = None) -> tuple[str, A
 def _grammars(body: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the kinds and values of the grammars that a request gives, schemas as objects."""
     options = body.get("structured_outputs")
-    known = isinstance(options, dict) and options.keys() <= _GRAMMARS.keys()
-    if options is not None and not (known and any(value is not None for value in options.values())):
+    is_read = isinstance(options, dict) and options.keys() <= _GRAMMARS.keys()
+    if options is not None and not (is_read and any(value is not None for value in options.values())):
         raise BadRequestError(f"structured_outputs must be an object with one of: {', '.join(_GRAMMARS)}")
     entries = [(f"structured_outputs.{kind}", kind, value) for kind, value in (options or {}).items()]
     entries += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in _GRAMMARS]

@@ -15,10 +15,10 @@ class Metrics:
     """Counts and times of one server's requests.
 
     Args:
-        service: whose queue and cache are shown.
+        service: whose queue and cache are shown; None for a model that writes no text.
     """
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service | None):
         self._registry = CollectorRegistry()
         self._service, model = service, ("model_name",)
         self.responses = self._counter("http_requests", "HTTP responses.", ("method", "handler", "status"))
@@ -29,6 +29,8 @@ class Metrics:
         self._each = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Time to a request's end.", _SECONDS)
         self._lengths = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        if service is None:
+            return
         gauges = {
             "vllm:num_requests_running": ("Answers that decode.", lambda: service.running),
             "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda: service.waiting),

@@ -20,6 +20,7 @@ from jaxglue.serve.host import Host
 from jaxglue.serve.loaded_adapters import LoadedAdapters
 from jaxglue.serve.local import foreign_page
 from jaxglue.serve.metrics import Metrics
+from jaxglue.serve.reading import ReadService
 from jaxglue.serve.record import Recorded, record_of
 from jaxglue.serve.refusals import BadRequestError, openai_error, refusal_of
 from jaxglue.serve.served_models import ServedModel, ServedModels
@@ -27,12 +28,25 @@ from jaxglue.serve.service import Service
 from jaxglue.serve.wire import FORMS, Endpoint, Form
 
 
-def make_app(assistant: Assistant, service: Service, config: ServeConfig) -> Starlette:
-    """Return the application."""
-    metrics, models = Metrics(service), _models(assistant, config)
+def make_app(
+    assistant: Assistant, service: Service, config: ServeConfig, reader: ReadService | None = None
+) -> Starlette:
+    """Return the application of a model that writes text, and perhaps answers in one pass, too."""
+    models = _models(assistant, config)
     adapters = LoadedAdapters(assistant, service, models, config) if config.adapter_folder else None
-    host = Host(assistant, service, config, models, metrics, adapters)
-    forms = [form for form in FORMS.values() if form.is_served(config)]
+    return _application(Host((assistant, service), reader, config, models, Metrics(service), adapters))
+
+
+def make_read_app(reader: ReadService, config: ServeConfig) -> Starlette:
+    """Return the application of a model that answers in one pass alone."""
+    voice = Voice(next(iter(reader.readers.values())).model.tokenizer, frozenset(), None)
+    models = ServedModels(ServedModel(config.served_name, voice))
+    return _application(Host(None, reader, config, models, Metrics(None)))
+
+
+def _application(host: Host) -> Starlette:
+    config, metrics = host.config, host.metrics
+    forms = [form for form in FORMS.values() if form.is_served(config) and form.kinds & host.kinds]
     routes = [
         Route(endpoint.path, _guarded(host, form, endpoint), methods=[endpoint.method])
         for form in forms

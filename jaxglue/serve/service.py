@@ -98,10 +98,14 @@ class Service:
         self._most, self._stops, self._engine = most, assistant.stops, assistant.engine
         self._running = dict[int, tuple[Ticket, Sequence]]()
         """Answers in the batch, by their ids."""
+        self._interrupted = dict[int, Ticket]()
+        """Tickets of answers that gave up their slots, by the answers' ids."""
         self._waiting = dict[Hashable, deque[tuple[Ticket, Sequence]]]()
         """Answers that wait, by their owners, the next one's first."""
         self._open, self._owners, self._lock = set[Ticket](), Counter[Hashable](), threading.Lock()
         """Tickets with answers that have not ended, and their number by owner."""
+        self._programs_to_come = deque[int]()
+        """Lengths of prompts whose programs are not compiled yet."""
         self._most_of_one = slots - slots // _SHARE
         self._news: queue.SimpleQueue[Ticket | _Job | None] = queue.SimpleQueue()
         plan, self.length = _plan(assistant, slots, length, memory)
@@ -164,9 +168,15 @@ class Service:
         ticket.cancelled.update(range(len(ticket.answers)) if answer is None else [answer])
 
     def call[R](self, function: Callable[[], R]) -> "Future[R]":
-        """Let the thread call a function between two windows, when nothing else computes; return its result to come."""
+        """Let the thread call a function between two windows; return its result to come.
+
+        Raises:
+            EndedError: an error has ended the service; the result may raise it, too.
+        """
         job = _Job(function, Future())
         self._news.put(job)
+        if self.failure:
+            raise EndedError(self.failure)
         return job.result
 
     def replace_adapter(self, trainable: Any) -> None:
@@ -178,19 +188,21 @@ class Service:
         return any(ticket.request.ranks is ranks for ticket in self._open.copy())
 
     def warm_up(self) -> None:
-        """Compile the programs with short answers: to prompts of all lengths, and to some that go on from one before.
+        """Compile the programs of a short answer, and of others in time that nobody asks for anything.
+
+        These are of prompts of all lengths, and of some that go on from one before.
 
         Raises:
             EndedError: an error has ended the service.
         """
         events = queue.SimpleQueue[Event]()
+        self.submit(_warming(1), events.put)
+        if (error := events.get().error) is not None:
+            raise EndedError(error)
         longer = [2**power + 1 for power in range(8, (self.length - 1).bit_length())]
-        for length in (1, 2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6, *longer):  # two behind two known pages
-            if length < self.length:
-                sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(length == 1))  # which most do not use
-                self.submit(Request([length % 2] * length, sampling), events.put)
-                if (error := events.get().error) is not None:
-                    raise EndedError(error)
+        lengths = [2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6, *longer]  # two behind two known pages
+        self._programs_to_come.extend(length for length in lengths if length < self.length)
+        self._news.put(_Job(lambda: None, Future()))  # the thread may sleep
 
     def close(self) -> None:
         """End the thread, after the window under way."""
@@ -202,6 +214,8 @@ class Service:
         while True:
             try:
                 while not self._news.empty() or not (self._batch.is_busy or self._waiting):
+                    if self._news.empty() and self._programs_to_come and not self._open:
+                        self.submit(_warming(self._programs_to_come.popleft()), lambda _: None)
                     news = self._news.get()
                     if news is None:
                         return
@@ -215,6 +229,9 @@ class Service:
                 self.failure = f"the service has ended: {error}"
                 for ticket in self._open.copy():
                     ticket.listen(Event(0, [], [], None, self.failure))
+                while not self._news.empty():
+                    if isinstance(news := self._news.get(), _Job):
+                        news.result.set_exception(EndedError(self.failure))
                 raise
 
     def _receive(self, ticket: Ticket) -> None:
@@ -245,6 +262,7 @@ class Service:
         ticket, answer = answers.popleft()
         if answers:
             self._waiting[owner] = answers  # behind those of others
+        self._interrupted.pop(id(answer), None)
         if answer.answer in ticket.cancelled:  # the client may have hung up
             self._batch.end(answer)
             self._end(ticket)
@@ -261,6 +279,7 @@ class Service:
         for ticket, answer in reversed(list(self._running.values())):
             if ticket.owner == owner and self._batch.interrupt(answer):
                 del self._running[id(answer)]
+                self._interrupted[id(answer)] = ticket
                 self._waiting.setdefault(owner, deque()).appendleft((ticket, answer))
                 running[owner] -= 1
                 return True
@@ -282,12 +301,13 @@ class Service:
         """Return the ticket of an answer whose tokens came, also after it was interrupted; None if nobody waits."""
         if (entry := self._running.get(id(answer))) is not None:
             return entry[0]
-        interrupted = (entry for answers in self._waiting.values() for entry in answers if entry[1] is answer)
-        return next((ticket for ticket, _ in interrupted if answer.answer not in ticket.cancelled), None)
+        ticket = self._interrupted.get(id(answer))
+        return None if ticket is None or answer.answer in ticket.cancelled else ticket
 
     def _forget(self, ticket: Ticket, answer: Sequence) -> None:
         """Forget an answer that has ended."""
-        if self._running.pop(id(answer), None) is None:  # it was interrupted
+        if self._running.pop(id(answer), None) is None:
+            del self._interrupted[id(answer)]
             answers = self._waiting.pop(ticket.owner)
             answers.remove((ticket, answer))
             if answers:
@@ -333,6 +353,12 @@ def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | 
             if length is not None or longest // 2 < _SHORTEST:
                 raise
             longest //= 2
+
+
+def _warming(length: int) -> Request:
+    """Return a request whose answer takes the programs of a prompt's length; the shortest also has rare features."""
+    sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(length == 1))
+    return Request([length % 2] * length, sampling)
 
 
 def _run(job: _Job) -> None:

@@ -21,7 +21,7 @@ class CallRules(Rules):
     def parameters(self, schema: Mapping[str, Any], before: Callable[[str], str], end: str) -> str:
         """Return the body of parameters one after the other, in text if they are strings, with tags around each."""
         properties, required = _properties(schema)
-        bodies = {name: f"{self.text(before(name))} {self.until_end(own, end)}" for name, own in properties.items()}
+        bodies = {name: f"{self.text(before(name))} {self.until_end(value, end)}" for name, value in properties.items()}
         return " ".join(f"({body}){'' if name in required else '?'}" for name, body in bodies.items())
 
     def until_end(self, schema: Mapping[str, Any], end: str) -> str:
@@ -37,7 +37,7 @@ class CallRules(Rules):
     def pairs(self, schema: Mapping[str, Any], sign: str, comma: str, value: Callable[[Mapping[str, Any]], str]) -> str:
         """Return the body of names and values between commas, first the required ones."""
         properties, required = _properties(schema)
-        bodies = {name: self.add(f"{self.text(name + sign)} {value(own)}") for name, own in properties.items()}
+        bodies = {name: self.add(f"{self.text(name + sign)} {value(of_name)}") for name, of_name in properties.items()}
         first = [body for name, body in bodies.items() if name in required]
         others = [body for name, body in bodies.items() if name not in required]
         further = [f"({self.text(comma)} {body})?" for body in others]

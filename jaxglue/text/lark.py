@@ -52,9 +52,9 @@ class Rules:
 @lru_cache(maxsize=16)
 def _special_tokens(added: AddedTokens) -> tuple[dict[str, int], frozenset[int], re.Pattern[str]]:
     """Return the tokens that are special to llguidance, the ids of those that are text else, and what finds all."""
-    found = {text: id for text, id in added.all.items() if text in added.special or _IN_BRACKETS(text)}
-    splits = re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
-    return found, frozenset(id for text, id in found.items() if text not in added.special), splits
+    specials = {text: id for text, id in added.all.items() if text in added.special or _IN_BRACKETS(text)}
+    splits = re.compile(f"({'|'.join(map(re.escape, specials)) or '(?!)'})")
+    return specials, frozenset(id for text, id in specials.items() if text not in added.special), splits
 
 
 def _ranges(ids: Collection[int]) -> str:

@@ -42,8 +42,8 @@ def thought_inside(text: str) -> Thought:
 
 def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
     """Return the tags of a model that thinks between some: its vocabulary has them, or its chat template."""
-    known, template = added_tokens(tokenizer).all, str(tokenizer.chat_template)
-    return next((tags for tags in TAGS if tags.end in known or tags.end in template), None)
+    added, template = added_tokens(tokenizer).all, str(tokenizer.chat_template)
+    return next((tags for tags in TAGS if tags.end in added or tags.end in template), None)
 
 
 def split_thinking(

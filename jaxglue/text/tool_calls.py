@@ -106,7 +106,7 @@ def _read(form: ToolFormat, text: str, functions: Functions) -> CallReading | No
 
 def _first_end(text: str) -> int:
     """Return the end of the first tag that ends thinking; 0 without one."""
-    places = [(place, place + len(tags.end)) for tags in TAGS if (place := text.find(tags.end)) >= 0]
+    places = [(position, position + len(tags.end)) for tags in TAGS if (position := text.find(tags.end)) >= 0]
     return min(places)[1] if places else 0
 
 
@@ -115,7 +115,7 @@ def _thinking_end(text: str, opened: bool | None) -> int:
     end = _first_end(text)
     if text.lstrip().startswith(tuple(tags.begin.rstrip() for tags in TAGS)) or opened:
         return end or len(text)
-    calls = [place for begin in _BEGINS if (place := text.find(begin)) >= 0] if end and opened is None else []
+    calls = [position for begin in _BEGINS if (position := text.find(begin)) >= 0] if end and opened is None else []
     return end if opened is None and end <= min(calls, default=len(text)) else 0
 
 

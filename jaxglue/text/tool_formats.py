@@ -121,9 +121,9 @@ class MarkedFormat(ToolFormat):
 def _skip(text: str, start: int, *marks: str) -> int:
     """Return the end of marks at an index, each of which may be missing, behind white space."""
     for mark in marks:
-        place = skip_space(text, start)
-        if text.startswith(mark, place):
-            start = place + len(mark)
+        position = skip_space(text, start)
+        if text.startswith(mark, position):
+            start = position + len(mark)
     return start
 
 
@@ -144,12 +144,12 @@ def _record_call(record: Any, *, bare: bool) -> ToolCall:
     """Return the call that a record of JSON is; a bare one must have nothing but a name and arguments."""
     if not isinstance(record, dict) or not isinstance(name := record.get("name"), str):
         raise NoCallError("a record without a name")
-    given = record.keys() & {"arguments", "parameters"}
+    keys = record.keys() & {"arguments", "parameters"}
     further = record.keys() - _CALL_KEYS
-    odd = further or len(given) > 1 or record.get("type", "function") != "function"
-    if odd or (bare and (not given or "id" in record)):
+    odd = further or len(keys) > 1 or record.get("type", "function") != "function"
+    if odd or (bare and (not keys or "id" in record)):
         raise NoCallError("a record that is no call")
-    return ToolCall.of(name, _arguments(record[given.pop()] if given else None))
+    return ToolCall.of(name, _arguments(record[keys.pop()] if keys else None))
 
 
 def read_records(text: str, start: int, *, bare: bool = False) -> tuple[list[ToolCall], int]:
@@ -164,8 +164,10 @@ def read_records(text: str, start: int, *, bare: bool = False) -> tuple[list[Too
         NoCallError: another text, or a record that is no call.
     """
     calls, end = list[ToolCall](), start
-    while text[(place := skip_space(text, _skip(text, end, ";"))) : place + 1] in (("{",) if calls else ("{", "[")):
-        value, end = read_json(text, place)
+    while text[(position := skip_space(text, _skip(text, end, ";"))) : position + 1] in (
+        ("{",) if calls else ("{", "[")
+    ):
+        value, end = read_json(text, position)
         calls += [_record_call(record, bare=bare) for record in (value if isinstance(value, list) else [value])]
     if not calls:
         raise NoCallError("no call")
@@ -242,7 +244,7 @@ class TagFormat(ToolFormat):
             end, index = skip_space(text, tags[index].end()), index + 1
         return CallReading(rest + text[end:], calls)
 
-    def _follow(self, text: str, tags: list[re.Match[str]], known: set[str]) -> list[int]:
+    def _follow(self, text: str, tags: list[re.Match[str]], keys: set[str]) -> list[int]:
         """Return for each tag that of the end of what it begins, if all from there on is whole, else 0.
 
         For the beginning of a call, this is the tag behind its beginning, and for the end of one, that behind it.
@@ -259,7 +261,7 @@ class TagFormat(ToolFormat):
                 inner = index + 1 < count and tags[index + 1].lastgroup in ("key", "call_end")
                 follows[index] = index + 1 if inner and joined[index] and follows[index + 1] else 0
             elif tag.lastgroup == "key":
-                follows[index] = self._closing(text, tags, joined, follows, index, known)
+                follows[index] = self._closing(text, tags, joined, follows, index, keys)
         return follows
 
     def _closing(
@@ -269,7 +271,7 @@ class TagFormat(ToolFormat):
         joined: list[bool],
         follows: list[int],
         index: int,
-        known: set[str],
+        keys: set[str],
     ) -> int:
         """Return the closing tag of a parameter's value, 0 without one: as many tags are open in it as are closed."""
         is_open = 0
@@ -280,13 +282,13 @@ class TagFormat(ToolFormat):
                 if is_open <= 0 and inner and joined[closing] and follows[closing + 1]:
                     return closing
                 is_open -= 1
-            elif kind == "key" and self._begins_parameter(text, tags[closing], known):
+            elif kind == "key" and self._begins_parameter(text, tags[closing], keys):
                 is_open += 1
         return 0
 
-    def _begins_parameter(self, text: str, tag: re.Match[str], known: set[str]) -> bool:
+    def _begins_parameter(self, text: str, tag: re.Match[str], keys: set[str]) -> bool:
         """Return whether a tag in a value may begin a parameter, whose value then swallows what precedes it."""
-        return tag["key"].strip() in known and text.endswith(self.padding, 0, tag.start())
+        return tag["key"].strip() in keys and text.endswith(self.padding, 0, tag.start())
 
 
 @dataclass(frozen=True)
@@ -378,14 +380,14 @@ class Channels(ToolFormat):
 
     def read(self, text: str, functions: Functions) -> CallReading:
         """Return the calls in a text, and the text beside them; see `ToolFormat.read`."""
-        rest, calls, end, place = "", list[ToolCall](), 0, 0
-        while header := _HEADER.search(text, place):
-            place = header.end()
+        rest, calls, end, position = "", list[ToolCall](), 0, 0
+        while header := _HEADER.search(text, position):
+            position = header.end()
             if recipient := _RECIPIENT.search(f"{header['role'] or ''} {header['channel']}"):
-                arguments, place = read_json(text, place)
+                arguments, position = read_json(text, position)
                 calls.append(ToolCall.of(recipient[1], _arguments(arguments)))
                 rest += text[end : header.start()]
-                end = place = max(_skip(text, place, mark) for mark in ("<|call|>", "<|end|>"))
+                end = position = max(_skip(text, position, mark) for mark in ("<|call|>", "<|end|>"))
                 if text[end:].strip() and not text[end:].lstrip().startswith("<|"):
                     raise NoCallError("a text behind the arguments of a call")
         if not calls:
@@ -408,8 +410,8 @@ class SectionFormat(MarkedFormat):
     def read_call(self, text: str, begin: re.Match[str], functions: Functions) -> tuple[list[ToolCall], int]:
         """Return the call behind a mark; see `MarkedFormat.read_call`."""
         _, middle, call_end = self.call
-        head, found, _ = text[begin.end() :].partition(middle)
-        if not found:
+        head, mark, _ = text[begin.end() :].partition(middle)
+        if not mark:
             raise NoCallError("a call without arguments")
         name, start, fence = self.read_name(text, head.strip(), begin.end() + len(head) + len(middle))
         arguments, end = read_json(text, start)
@@ -507,7 +509,7 @@ class GemmaFormat(MarkedFormat):
 
     def rule(self, rules: CallRules, name: str, schema: Mapping[str, Any]) -> str:
         """Return the body of a call; see `ToolFormat.rule`."""
-        pairs = rules.pairs(schema, ":", ",", lambda own: rules.quoted(own, self.quote))
+        pairs = rules.pairs(schema, ":", ",", lambda value: rules.quoted(value, self.quote))
         return f"{rules.text(f'{self.call[0]}call:{name}{{')} {pairs} {rules.text('}' + self.call[1])}"
 
 

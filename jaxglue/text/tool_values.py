@@ -272,4 +272,4 @@ def _checked(value: Any) -> Any:
 def properties_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the schemas of an object's properties, each with the definitions that it may name."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return {name: {**shared, **as_object(own)} for name, own in as_object(schema.get("properties")).items()}
+    return {name: {**shared, **as_object(value)} for name, value in as_object(schema.get("properties")).items()}

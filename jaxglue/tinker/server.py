@@ -214,7 +214,7 @@ class TinkerServer:
         targets = ["all-linear", *(["lm_head"] if unembed else [])]
         if (rank := _whole(lora, "rank", 32)) > _LARGEST_RANK:
             raise ValueError(f"lora_config.rank: expected at most {_LARGEST_RANK:,}, got {rank:,}")
-        adapter: dict[str, Any] = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
+        adapter = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
         optimizer = SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
         session = Session(optimizer=optimizer, base=base, **{**adapter, **self._settings})
@@ -244,8 +244,14 @@ class TinkerServer:
         model = self._model(body)
         name = str(self._settings.get("model", self._settings.get("recipe")))
         data = {"arch": model.session.architecture, "model_name": name, "tokenizer_id": name}
-        info: dict[str, Any] = {"type": "get_info", "model_id": body["model_id"], "model_name": name}
-        return info | {"model_data": data, "is_lora": True, "lora_rank": model.rank}
+        return {
+            "type": "get_info",
+            "model_id": body["model_id"],
+            "model_name": name,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": model.rank,
+        }
 
     def _forward_backward(self, request: LossRequest) -> bytes:
         model, loss = self._model({"model_id": request.model_id}), find_loss(request.loss, request.config)

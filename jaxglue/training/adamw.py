@@ -80,8 +80,9 @@ class AdamWOptimizer(PartwiseOptimizer):
             shapes = self.state_shapes(trainable)
             states = [get_part(shapes, key) for key in keys]
             factors = sum((self.factors(*each) for each in zip(keys, old, strict=True)), ())
-            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": factors}
-            yield self._update_fused.trace(old, states, old, np.int32(0), **static)
+            yield self._update_fused.trace(
+                old, states, old, np.int32(0), kernels=kernels, prefixes=prefixes, factors=factors
+            )
 
     def _update_all(
         self,
@@ -93,8 +94,9 @@ class AdamWOptimizer(PartwiseOptimizer):
         factors: list[Factors],
     ):
         if kernels := self._kernels(parts, prefixes):
-            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "factors": sum(factors, ())}
-            return self._update_fused(parts, states, gradients, step, **static)
+            return self._update_fused(
+                parts, states, gradients, step, kernels=kernels, prefixes=prefixes, factors=sum(factors, ())
+            )
         return super()._update_all(prefixes, parts, states, gradients, step, factors)
 
     def _update_one(
@@ -107,8 +109,16 @@ class AdamWOptimizer(PartwiseOptimizer):
         factors: Factors,
     ):
         if kernels := self._kernels(parts, prefixes):
-            static: dict[str, Any] = {"kernels": kernels, "prefixes": prefixes, "clips": False, "factors": factors}
-            return self._update_fused(parts, states, gradients, np.int32(step), **static)[:2]
+            return self._update_fused(
+                parts,
+                states,
+                gradients,
+                np.int32(step),
+                kernels=kernels,
+                prefixes=prefixes,
+                clips=False,
+                factors=factors,
+            )[:2]
         return super()._update_one(prefixes, parts, states, gradients, step, factors)
 
     def _fused_step(

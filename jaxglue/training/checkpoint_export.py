@@ -1,5 +1,6 @@
 """Export of one checkpoint of a run that has finished, was interrupted or still trains."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from jaxglue.training.result import export_result, require_equal
 from jaxglue.training.run import Base
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
     step = choose_step(run / "checkpoints", which)
     trainable = read_trainable(run / "checkpoints" / str(step))
     config = recorded_config(recipe)
+    if config.model.train_draft == "with":
+        _log.warning("%s: the draft head of a checkpoint is not written, only that of the run's result", run)
     # The run may have been on another machine, where auto is another dtype.
     config = replace(config, model=replace(config.model, dtype=trained_dtype(run / "checkpoints" / str(step))))
     source = _read_run(config)

@@ -85,6 +85,8 @@ def why_rows_stay_whole(config: TrainConfig, model: DecoderConfig) -> str:
     kind, name = config.objective.kind, config.objective.objective
     if kind.needs_teacher:
         return f"of --objective {name}, whose teacher is on one"
+    if kind.reads:
+        return f"of --objective {name}, whose parts are read whole"
     if kind.forks and model.recurrent:
         return f"of --objective {name} in layers of {model.recurrent}"
     return ""

@@ -53,6 +53,8 @@ _FROZEN: dict[str, Any] = {
     "when": _is_full,
     "remedy": "use --method lora, or leave it out",
 }
+
+
 _OF_FP8 = Excludes(
     "matmul", "it is a part of --matmul fp8", lambda matmul: matmul != "fp8", remedy="give both, or neither"
 )
@@ -180,6 +182,23 @@ class ModelConfig(Config):
     neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha", "noisy_embedding_alpha")] = 0.0
     """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
     2310.05914); 5 is usual, 0 adds none."""
+    train_draft: Annotated[
+        Literal["off", "with", "after"],
+        *(
+            Excludes(name, f"the draft head reads {what}", given)
+            for name, what, given in (
+                ("embeddings", "the embedding in every step", lambda place: place != "device"),
+                ("new_tokens", "the model's vocabulary as its files hold it", None),
+                ("random_weights", "weights of the model's folder", None),
+                ("update_in_backward", "gradients after the backward pass", None),
+            )
+        ),
+    ] = "off"
+    """Train the folder's draft head too, by which servers decode faster (multi-token prediction, MTP): in the same
+    steps, or in as many after them. The model's own training stays what it is; the head goes to the result, under its
+    published names."""
+    draft_method: Literal["lora", "full"] | None = None
+    """Train adapters on the draft head, merged when it is written, or all its weights; by default as --method says."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0

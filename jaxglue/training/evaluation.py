@@ -36,6 +36,7 @@ from jaxglue.terminal.console import Console
 from jaxglue.text.stream import in_order, without
 from jaxglue.training.callbacks import Metrics, Predictions
 from jaxglue.training.progress import SHOWN
+from jaxglue.training.reading import evaluate_reads
 from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
 from jaxglue.vision.images import ImageSource
@@ -63,7 +64,7 @@ class Evaluation:
     """
 
     def __init__(self, run: Run, parts: StepParts, compute_metrics: Metrics | None = None):
-        self._compute_metrics = compute_metrics
+        self._compute_metrics, self._parts = compute_metrics, parts
         self._batches, self._executor, self._mesh = run.eval_batches, parts.executor, parts.mesh
         self._rollouts = run.rollouts if run.rollouts and run.rollouts.plan.held_out else None
         self._sources = run.data.eval_sources
@@ -115,6 +116,8 @@ class Evaluation:
         return values
 
     def _held_out(self, batches: EvalBatches, trainable: Params, frozen: Params) -> dict[str, float]:
+        if self._objective.reads:
+            return evaluate_reads(self._parts, trainable, frozen, batches)
         placed = (place_batch(batch, self._mesh) for batch in batches)
         if not self._objective.supervised:
             losses = [self._executor.loss(trainable, frozen, batch) for batch in placed]

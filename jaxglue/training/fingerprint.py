@@ -81,10 +81,18 @@ def fingerprint(run: Run) -> dict[str, Any]:
             "seq_len": config.data.row_tokens,
             **({"documents_per_step": config.run.documents_per_step} if config.run.documents_per_step else {}),
         },
+        **({"draft": _draft(run)} if run.draft and run.draft.when == "with" else {}),
         **{name: as_dict(group) for name, group in groups.items()},
         "defaults": {name: defaults_of(group) for name, group in groups.items()},
         "model_digest": model_digest(run.model),
     }
+
+
+def _draft(run: Run) -> dict[str, Any]:
+    """Return the settings of the draft head whose weights the checkpoints hold."""
+    assert run.draft is not None
+    lora = run.draft.lora
+    return {"when": run.draft.when, "rank": lora and lora.rank, "learning_rate": run.draft.optimizer.learning_rate}
 
 
 def _inputs(run: Run) -> dict[str, str]:

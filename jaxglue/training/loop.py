@@ -5,9 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, NotRequired, cast
 
 import jax
+import numpy as np
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
@@ -15,7 +18,7 @@ from jaxglue.engine.policy import AUTO
 from jaxglue.files.json_file import write_json
 from jaxglue.settings.recipe import as_dict, to_toml
 from jaxglue.settings.secrets import masked
-from jaxglue.sharding.mesh import mesh_of
+from jaxglue.sharding.mesh import mesh_of, place_batch
 from jaxglue.training.callbacks import Callback, floats
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.context import RunContext
@@ -104,6 +107,10 @@ class Training:
     plans: int
     """How often it may be planned again."""
     last_batch: Batch | None = None
+    first_batch: Any = None
+    """State of the batches before the first step."""
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares of accepted drafts; see `RunSummary`."""
     recent: dict[int, Step] = field(default_factory=dict)
     """The latest steps' rows, to be written if one of them fails."""
 
@@ -180,6 +187,7 @@ def run_loop(
                 identity=identity,
                 again=again,
                 plans=plans_left,
+                first_batch=run.batches.get_state() if run.draft else None,
             )
             if run.output.resume or again:
                 _resume(training)
@@ -456,6 +464,7 @@ def _finish(training: Training, begun: float) -> RunSummary:
         batch=training.last_batch,
         processes=context.processes,
         console=context.console,
+        draft=partial(_draft_tensors, training) if run.draft else None,
     )
     training.answer_samples("after")
     speed = recorder.meter.total()
@@ -480,6 +489,7 @@ def _finish(training: Training, begun: float) -> RunSummary:
         metrics=folder / "metrics.jsonl",
         curve=folder / "loss.png",
         skipped_steps=training.spikes.steps if training.spikes else [],
+        drafts=training.drafts,
         first_reward=first_reward,
         last_reward=last_reward,
         page=folder / PAGE,
@@ -492,6 +502,27 @@ def _finish(training: Training, begun: float) -> RunSummary:
     print_panel(context.console, "done", summary_rows(summary))
     context.callbacks.call(Callback.on_end, summary)
     return summary
+
+
+def _draft_tensors(training: Training, state: TrainState) -> dict[str, np.ndarray]:
+    """Return the draft head for a state's model, and note how many drafts are accepted; train it, if not yet."""
+    run, parts, console = training.run, training.parts, training.context.console
+    model = parts.executor, state.trainable, state.frozen
+    assert run.draft is not None and parts.draft is not None
+    rows = list(run.eval_batches) if run.eval_batches else [training.last_batch] if training.last_batch else []
+    held_out, head = [place_batch(batch, parts.mesh) for batch in rows], state.draft
+    if run.draft.when == "after":
+        count, losses = run.schedule.total_steps, []
+        run.batches.set_state(training.first_batch)
+        steps = (parts.place(batch) for batch in islice(run.batches, count))
+        for head, loss in parts.draft.train(*model, steps):  # noqa: B007 - the last one is used
+            losses.append(float(loss))
+            if len(losses) % run.cadence.log == 0 or len(losses) == count:
+                console.print(f"draft head, step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
+    assert head is not None
+    for name, each in (("folder's", parts.draft.first()), ("trained", head)):
+        training.drafts[name] = parts.draft.acceptance(*model, held_out, each)._asdict()
+    return parts.draft.tensors(head)
 
 
 def _open_loggers(training: Training, step: int) -> Loggers:

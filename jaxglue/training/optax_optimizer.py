@@ -81,8 +81,9 @@ class OptaxOptimizer(PartwiseOptimizer):
         leaves, treedef = jax.tree.flatten(shardings)
         key = (*leaves, treedef)
         if key not in self._programs:
-            options: dict[str, Any] = {"donate_argnums": (0, 1), "static_argnames": "factors"}
-            self._programs[key] = jit_step(self.update_parts, **options, out_shardings=shardings)
+            self._programs[key] = jit_step(
+                self.update_parts, donate_argnums=(0, 1), static_argnames="factors", out_shardings=shardings
+            )
         return self._programs[key](parts, states, gradients, scalars, factors=factors)
 
     def _step(self, path, parameter, state, gradient, decay: bool, learning_rate: Array) -> tuple[Any, list[Any]]:

@@ -65,6 +65,9 @@ class RunSummary:
     """Why the run ended before its last step."""
     skipped_steps: list[int] = field(default_factory=list)
     """Steps whose update was left out as a spike's."""
+    drafts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares of drafts that the model accepts, sampled and greedy, by the folder's draft head and by the trained one;
+    empty where none is trained."""
     first_reward: float | None = None
     last_reward: float | None = None
     """Mean rewards of the first and the last answers that the model wrote in training."""
@@ -101,6 +104,7 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
         "spikes": f"{len(summary.skipped_steps)} steps left out" if summary.skipped_steps else None,
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "drafts": _accepted(summary.drafts),
         "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",
         "time": format_duration(summary.seconds),
@@ -112,6 +116,12 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "loss curve" if summary.first_reward is None else "curves": summary.curve,
         "page": summary.page,
     }
+
+
+def _accepted(drafts: Mapping[str, Mapping[str, float]]) -> str | None:
+    """Describe how many drafts are accepted."""
+    shares = (f"{shares['sampled']:.1%} accepted by the {name} head" for name, shares in drafts.items())
+    return ", ".join(shares) or None
 
 
 def _progress(summary: RunSummary) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The result of a run: weights of the last step, the best ones or both, and the check that the files hold them."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.draft import DRAFT_FILE, write_draft
 from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
@@ -44,6 +46,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.terminal.console import Console
 from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.reading import describe_reads
 from jaxglue.training.run import Base, Run
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.step import StepParts, TrainState
@@ -76,6 +79,7 @@ def write_result(
     batch: Batch | None,
     processes: Processes,
     console: Console,
+    draft: Callable[[TrainState], Mapping[str, np.ndarray]] | None = None,
 ) -> tuple[TrainState, Result]:
     """Export the weights that `--keep` names, and check the files; return them, too, with `best` or `both` the best.
 
@@ -85,13 +89,16 @@ def write_result(
         batch: for the check of the files where nothing is held out.
         processes: all call it, and one writes.
         console: where to print.
+        draft: returns the tensors of the draft head for a state's model; None where none is trained.
     """
 
     def export(name: str, state: TrainState) -> Path:
-        path = output.path / name
+        path, head = output.path / name, draft(state) if draft else None
         with output.writing(name, ROWS_FILE):
             all_weights = {**state.trainable, **_random_tower(run, state)}
-            export_result(run, all_weights, path, base, write=processes.is_main)
+            export_result(run, all_weights, path, base, write=processes.is_main, draft=head)
+            if run.objective.reads:
+                describe_reads(run, parts, state.trainable, state.frozen, path, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
             check = check_export(run, *trees, path, batch, compares=processes.is_main)
         if processes.is_main:
@@ -303,7 +310,13 @@ class Exportable(Protocol):
 
 
 def export_result(
-    run: Exportable, trainable: Params, output: Path, kept_base: Path | None = None, *, write: bool = True
+    run: Exportable,
+    trainable: Params,
+    output: Path,
+    kept_base: Path | None = None,
+    *,
+    write: bool = True,
+    draft: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write the adapter, or the whole model, to a folder; return it.
 
@@ -315,11 +328,13 @@ def export_result(
         output: the folder.
         kept_base: folder of random base weights, from `keep_base`.
         write: False on processes that only contribute their shards.
+        draft: tensors of a trained draft head, which go to the model's files, or beside an adapter.
     """
     tensors, base, architecture = flatten_names(trainable), run.base, run.base.architecture
     if run.lora is None:
         finish = partial(_finish_folder, run)
-        save_model(output, tensors, base.folder, dtype=run.dtype, write=write, finish=finish, progress=DataProgress())
+        options: dict[str, Any] = {"write": write, "finish": finish, "draft": draft, "progress": DataProgress()}
+        save_model(output, tensors, base.folder, dtype=run.dtype, **options)
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
@@ -338,6 +353,8 @@ def export_result(
         run.vocabulary.tokenizer.save_pretrained(output)
         if not run.objective.trains_scores:
             write_stops(output, run.stops, base.folder)
+        if draft:
+            write_draft(output / DRAFT_FILE, draft)
     return output
 
 

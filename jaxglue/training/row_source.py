@@ -88,6 +88,8 @@ class Documents:
         objective, report, settings = self.config.objective.kind, data.report, self.config.data
         if objective.trains_scores:
             return "the last token of each document" if objective.classifies else "the scores of answers' last tokens"
+        if objective.reads:
+            return "what is read: the ends of questions or documents, or texts"
         if objective.answers is not None:
             return "the answers, after their prompts"
         every = sorted({source.loss_on for source in settings.sources})

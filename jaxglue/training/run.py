@@ -137,6 +137,17 @@ class TeacherPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """The draft head that is trained for the model."""
+
+    when: Literal["with", "after"]
+    """In the model's own steps, or in as many steps after these."""
+    lora: LoraConfig | None
+    """Rank and scale of adapters on its linear layers; None where all its weights train."""
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cadence:
     """Optimizer steps between what a run reports, measures and saves."""
 
@@ -192,6 +203,7 @@ class Setup:
     teacher: TeacherPlan | None = None
     spikes: SpikePlan | None = None
     """None leaves no update out."""
+    draft: DraftPlan | None = None
     recorded: TrainConfig
     """Settings as the run's record has them; for the record alone."""
 

@@ -13,6 +13,7 @@ from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.reads import ReadTask
 from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
@@ -21,10 +22,12 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import check_weights
 from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
+from jaxglue.objectives.objective import Objective
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
+from jaxglue.training.draft import plan_draft
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
 from jaxglue.training.row_source import row_source
 from jaxglue.training.run import (
@@ -99,10 +102,17 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         remat=remat,
         teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
+        draft=plan_draft(config, workload),
         recorded=config,
         data=data,
         texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
-        read_first_row=partial(first_row, config.data, preferences=preferences, images=data.images),
+        read_first_row=partial(
+            first_row,
+            config.data,
+            preferences=preferences,
+            images=data.images,
+            task=_read_task(workload.objective),
+        ),
         why_copied=source.why_copied,
         cache=Path(config.data.cache_dir),
         batches=batches,
@@ -131,6 +141,8 @@ def resolve_model(config: TrainConfig) -> Setup:
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
     """
+    if config.model.train_draft != "off":
+        raise ValueError("train_draft is for runs, whose steps it follows: leave it out of a session")
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
@@ -146,6 +158,12 @@ def resolve_model(config: TrainConfig) -> Setup:
         remat=remat,
         recorded=config,
     )
+
+
+def _read_task(objective: Objective) -> ReadTask | None:
+    """Return the treatment of rows whose parts are read; None for others."""
+    task = objective.task(shared_prompt=True)
+    return task if isinstance(task, ReadTask) else None
 
 
 def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig, DecoderConfig, Base, Vocabulary]:

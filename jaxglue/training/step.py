@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, PyTree
 
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.iterator import BatchIterator, EvalBatches, Step
 from jaxglue.engine.compiler import Lowering, Program, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
@@ -35,6 +35,7 @@ from jaxglue.planner.device_memory import leave_small_blocks
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.draft import DraftSteps
 from jaxglue.training.features import ImageFeatures
 from jaxglue.training.optimizer import Optimizer, make_optimizer
 from jaxglue.training.run import Run, Setup
@@ -71,15 +72,19 @@ class TrainState(NamedTuple):
     """Optimizer steps done."""
     spent: Params | None = None
     """Gradients of the last step, for the next step to overwrite."""
+    draft: Params | None = None
+    """The draft head in training and its optimizer's state; see `DraftSteps`."""
 
     @property
     def saved(self) -> dict[str, Params]:
         """Return the arrays that a checkpoint holds."""
-        return {"trainable": self.trainable, "optimizer": self.optimizer}
+        saved = {"trainable": self.trainable, "optimizer": self.optimizer}
+        return saved if self.draft is None else saved | {"draft": self.draft}
 
     def restored(self, saved: Mapping[str, Params], step: int) -> "TrainState":
         """Return the state of a checkpoint's arrays after `step` optimizer steps."""
-        return self._replace(trainable=saved["trainable"], optimizer=saved["optimizer"], step=step, spent=None)
+        arrays = {name: saved[name] for name in self.saved}
+        return self._replace(**arrays, step=step, spent=None)
 
     def free(self) -> None:
         """Free the memory of the arrays that `restored` replaces, whoever holds them."""
@@ -117,12 +122,17 @@ class StepParts:
     executors: dict[Objective, Executor] = field(default_factory=dict)
     """Of other objectives, the latest last."""
     norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
+    first_pass: Program | None = None
+    """Gradients to the parts of a step, where its rows run twice."""
     small_blocks: Sequence[jax.Array] = ()
     """Keeps small blocks of memory for small arrays."""
+    draft: DraftSteps | None = None
+    """Trains the draft head, if the run does."""
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
-        """Return a step's micro-batches on the devices."""
-        return place_batch(batch.micro_batches, self.mesh)
+        """Return a step's micro-batches on the devices, where they may be already."""
+        placed = all(isinstance(each.tokens, jax.Array) for each in batch.micro_batches)
+        return batch.micro_batches if placed else place_batch(batch.micro_batches, self.mesh)
 
     def noise_key(self, step: int) -> jax.Array | None:
         """Return a step's key of dropout and noise, by its number alone; None without either."""
@@ -150,13 +160,17 @@ def train_step(
     if parts.lowering:  # the calls below find the programs that this compiles
         parts.lowering.compile()
         parts.lowering = None
+    if objective.two_passes:
+        batch = with_gradients(parts, state, batch)
     compilations, targets, key = parts.compilations(), float(batch.targets), parts.noise_key(state.step)
+    if parts.draft and state.draft is not None:
+        parts.draft.begin(state.draft)
 
     if parts.program and accepts is None and len(batch.micro_batches) == 1:
         # The host would take longer to dispatch a small model's layers than the device to compute them.
         (rows,) = batch.micro_batches
         # On one device a program takes arrays on the host sooner than `device_put` copies them.
-        rows = rows if parts.mesh is None else place_batch(rows, parts.mesh)
+        (rows,) = (rows,) if parts.mesh is None else parts.place(batch)
         key = None if key is None else jax.random.fold_in(key, 0)
         trainable, moments, values = parts.program(
             state.trainable, state.optimizer, state.frozen, rows, targets, key, state.step
@@ -189,6 +203,9 @@ def train_step(
         if "skipped" not in values:
             state, values = update(parts, state, gradients)
 
+    if parts.draft and state.draft is not None and "skipped" not in values:
+        draft, own = parts.draft.finish(state.step)
+        state, values = state._replace(draft=draft), {**values, **own}
     state = state._replace(step=state.step + 1)
     kinds = {(each.segments.long, len(batch.micro_batches) > 1, _image_sizes(each)) for each in batch.micro_batches}
     if kinds <= parts.compiled and parts.compilations() > compilations:
@@ -200,6 +217,27 @@ def train_step(
 
 def _image_sizes(batch: Batch) -> tuple[Any, ...]:
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch.images))
+
+
+def with_gradients(parts: StepParts, state: TrainState, batch: Step) -> Step:
+    """Return a step whose parts have the loss's gradients, from a first pass over its rows."""
+    objective, micro_batches = cast(Any, parts.run.objective), parts.place(batch)
+    outputs = [parts.executor.read(state.trainable, state.frozen, each) for each in micro_batches]
+    if parts.first_pass is None:
+        layout = parts.layout
+        rows = layout.sharding(layout.row_spec)
+        blocks = layout.sharding(PartitionSpec(None, *layout.row_spec))
+
+        def gradients(sizes: Any, outputs: list, reads: list) -> Any:
+            spread = (lambda x: x) if blocks is None else lambda x: jax.lax.with_sharding_constraint(x, blocks)
+            return objective.gradients(sizes, outputs, reads, spread)
+
+        parts.first_pass = jit_step(gradients, static_argnames="sizes", out_shardings=rows)
+    sizes = objective.step_sizes(parts.run.batches.dataset, int(batch.targets))  # type: ignore[attr-defined]
+    reads = [cast(Reads, each.reads) for each in micro_batches]
+    found = zip(micro_batches, reads, parts.first_pass(sizes, outputs, reads), strict=True)
+    changed = (replace(each, reads=replace(own, values=own.values | values)) for each, own, values in found)
+    return replace(batch, micro_batches=tuple(changed))
 
 
 def update(parts: StepParts, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -268,7 +306,14 @@ def prepare_steps(
         )
     parts.small_blocks = small_blocks
     see_images(parts, trainable, frozen)
-    return parts, TrainState(trainable, frozen, optimizer.init(trainable))
+    state = TrainState(trainable, frozen, optimizer.init(trainable))
+    if run.draft is None:
+        return parts, state
+    parts.draft = DraftSteps(run, graphdefs)
+    if run.draft.when == "after":
+        return parts, state
+    parts.executor.watch = parts.draft.observe
+    return parts, state._replace(draft=parts.draft.first())
 
 
 def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
@@ -287,7 +332,10 @@ def restart(parts: StepParts, state: TrainState) -> TrainState:
     """Return the state before step 1; free the present one."""
     _delete((state.saved, state.spent, state.frozen))
     _, trainable, frozen = build_parameters(parts.run, parts.layout)
-    return TrainState(trainable, frozen, parts.optimizer.init(trainable))
+    first = TrainState(trainable, frozen, parts.optimizer.init(trainable))
+    if parts.draft and state.draft is not None:
+        return first._replace(draft=parts.draft.first())
+    return first
 
 
 def _delete(tree: PyTree) -> None:
@@ -340,7 +388,8 @@ def _make_executor(
             dtype=run.dtype,
             attention=run.remat.attention,
             tile=run.remat.tile,
-            layers_per_program=run.remat.layers_per_program,
+            # The draft head reads the last layer's output between programs.
+            layers_per_program=run.remat.layers_per_program if run.draft is None else 1,
             stream_weights=run.remat.streams_weights,
             router_losses=run.execution.router_losses,
             objective=objective,
@@ -366,7 +415,7 @@ def _lowered_ahead(
     """Begin to trace and lower the step's programs of the modules foreseen; None where shapes say less."""
     batches = run.batches if isinstance(run, Run) else None
     grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
-    if grouped or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
+    if grouped or run.objective.two_passes or not run.workload.compiled_ahead or not isinstance(batches, BatchIterator):
         return None
     graphdefs, trainable, frozen = abstract_parts(run.workload)
     executor = _make_executor(run, graphdefs, run.objective, mesh, host_buffers)

@@ -228,8 +228,14 @@ class Wandb:
 
         self.identity = identity
         # Console, command line and code are not recorded: they may hold secrets.
-        quiet: dict[str, Any] = {"console": "off", "silent": True, "save_code": False, "disable_git": True}
-        options = wandb.Settings(**quiet, x_disable_meta=True, x_save_requirements=False)
+        options = wandb.Settings(
+            console="off",
+            silent=True,
+            save_code=False,
+            disable_git=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        )
         project, name = _project(settings, "WANDB_PROJECT"), _name(settings, folder)
         run = {"id": identity, "resume": "allow", "name": name, "project": project, "dir": str(folder)}
         self._run = wandb.init(**run, config=dict(settings), settings=options)
@@ -251,8 +257,15 @@ class Trackio:
 
         self.identity = identity
         project, name = _project(settings, "TRACKIO_PROJECT"), f"{_name(settings, folder)}-{identity}"
-        plain: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(project=project, name=name, resume="allow", config=dict(settings), **plain)
+        self._run = trackio.init(
+            project=project,
+            name=name,
+            resume="allow",
+            config=dict(settings),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send values."""

@@ -1,5 +1,6 @@
 """Architecture, adapter to train on from, batch, rows and workload, decided before any data is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from flax import nnx
 from jaxglue.data.config import DEFAULT_SEQ_LEN
 from jaxglue.hf.adapter import find_base
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.draft import draft_shapes
 from jaxglue.hf.hub import model_path
 from jaxglue.models import abstract_model, config_from_hf, with_vision
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.draft import DRAFTS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
 from jaxglue.planner.vision import tower_bytes
@@ -43,6 +46,13 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     raw = read_config(folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, text_config(raw))
+    if not getattr(config.objective, "bidirectional", False):
+        model.require_causal(config.model.model)
+    elif model.recurrent:
+        raise ValueError(
+            f"--bidirectional: layers of {model.recurrent} in {config.model.model} follow tokens in one direction: "
+            "leave it out"
+        )
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model or classifier, which --objective {config.objective.objective} "
@@ -158,6 +168,7 @@ def make_workload(
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
+    beside = draft_bytes(config, model, mesh) + tower_bytes(model, tokens, dtype)
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
@@ -173,10 +184,23 @@ def make_workload(
         tile=config.model.tile,
         objective=config.objective.make(),
         reference=kind.needs_reference and may_run_in_steps(config),
-        other_models=sum(map(tree_bytes, others)) + tower_bytes(model, tokens, dtype),
+        other_models=sum(map(tree_bytes, others)) + beside,
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
+
+
+def draft_bytes(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -> int:
+    """Return the bytes of a draft head that a run trains, about: weights, optimizer, and a layer's values once."""
+    if config.model.train_draft == "off" or model.model_type not in DRAFTS:
+        return 0
+    size, dtype = sum(map(math.prod, draft_shapes(model).values())), config.model.compute_dtype
+    full = (config.model.draft_method or config.model.method) == "full"
+    trained = 16 * size if full else size * dtype.itemsize
+    tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
+    width = model.moe.num_experts_per_tok * model.moe.intermediate_size if model.moe else model.intermediate_size
+    heads = 4 * model.num_attention_heads * model.head_dim
+    return int(trained + tokens * dtype.itemsize * (16 * model.hidden_size + 6 * width + heads))
 
 
 def read_initial_adapter(config: TrainConfig, model: DecoderConfig) -> Adapter | None:

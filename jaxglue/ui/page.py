@@ -13,7 +13,7 @@ from jaxglue.ui.run_files import read_run
 
 PAGE = "run.html"
 _HERE = Path(__file__).parent
-PANELS = ("plan", "curves", "rows", "rollouts", "samples", "chat", "exports")
+PANELS = ("plan", "curves", "rows", "rollouts", "samples", "reliability", "chat", "exports")
 """One file each, in the order of the page."""
 
 

@@ -35,6 +35,8 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
+    reliability: dict[str, Any] | None = None
+    """Bins of confidence of held-out decisions, and their measures."""
     sampled: dict[str, bool] = field(default_factory=dict)
     """Whether metrics and rollouts are a part of their files' lines."""
     results: list[str] = field(default_factory=list)
@@ -51,7 +53,9 @@ def version_of(folder: Path) -> str:
     return ";".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
 
-_FILES = ("config.toml", "plan.json", "summary.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
+RELIABILITY = "reliability.json"
+"""Confidence and accuracy of held-out decisions."""
+_FILES = ("config.toml", "plan.json", "summary.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl", RELIABILITY)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -64,6 +68,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder} holds no run: name the --output of one")
     run = RunRecord(name=folder.resolve().name, folder=str(folder), version=version_of(folder))
     run.summary, run.plan = (_read_json(folder / name) for name in ("summary.json", "plan.json"))
+    run.reliability = _read_json(folder / RELIABILITY)
     if (folder / "config.toml").is_file():
         run.settings = tomllib.loads(read_regular_text(folder / "config.toml"))
     run.metrics, is_part = read_metrics(folder / "metrics.jsonl")

@@ -1,8 +1,8 @@
 """Write the quickstart's chats, pairs and small model's tokenizer: `python scripts/quickstart/make.py`.
 
 The chats are short questions with patterned answers, some with a system message that changes the answer's form. The
-pairs prefer the short form without being told. Digits are for reinforcement learning. Seeded, so the files are
-reproducible.
+pairs prefer the short form without being told. Digits are for reinforcement learning, orders for decisions, and notes
+for embeddings. Seeded, so the files are reproducible.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATS, PAIRS = 1000, 80
+CHATS, PAIRS, ORDERS, NOTES = 1000, 80, 300, 400
 VOCABULARY = 1024  # at most
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """\
@@ -161,8 +161,39 @@ def write_digits(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder / "digits")
 
 
+_ORDERED = ("red", "blue", "green", "black")
+
+
+def make_order(rng: random.Random) -> dict[str, object]:
+    """Make an order with three questions about it; whether it is urgent is known with a probability."""
+    color, count, urgent = rng.choice(_ORDERED), rng.randrange(4), rng.random() < 0.5
+    goods, calm = rng.choice(["cups", "hats", "lamps"]), rng.choice(["Thanks.", "Any day."])
+    end = "Please hurry!" if urgent else calm
+    questions = {
+        "color": {"type": "choice", "instructions": "Which color?", "criteria": dict.fromkeys(_ORDERED)},
+        "count": {"type": "score", "instructions": "How many?", "criteria": ["none", "one", "two", "three"]},
+        "urgent": {"type": "noul", "instructions": "Is it urgent?"},
+    }
+    gold = {"color": {"label": color}, "count": {"label": count}, "urgent": {"noul": 0.9 if urgent else 0.1}}
+    return {"state": f"Order of {count} {color} {goods}. {end}", "questions": questions, "gold": gold}
+
+
+_TOPICS = ("capital", "color", "country", "kilometres", "metres", "hours", "minutes", "opposite", "chocolate", "tomato")
+
+
+def make_note(rng: random.Random) -> dict[str, object]:
+    """Make a question with the note that answers it, and one that is near."""
+    topic, number = rng.choice(_TOPICS), rng.randrange(2, 60)
+    other = rng.choice([each for each in _TOPICS if each != topic])
+    return {
+        "query": f"Where is note {number} on {topic}?",
+        "positive": f"The {topic} note {number} is in box {number % 7}.",
+        "negative": f"The {other} note {number} is in box {number % 5}.",
+    }
+
+
 def main(folder: Path = Path(__file__).parent) -> None:
-    """Write chats.jsonl, pairs.jsonl, digits.jsonl and the tokenizers of model/ and digits/ into the folder."""
+    """Write the rows and the tokenizers of model/ and digits/ into the folder."""
     rng = random.Random(0)
     chats = [make_chat(rng) for _ in range(CHATS)]
     lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]
@@ -170,6 +201,9 @@ def main(folder: Path = Path(__file__).parent) -> None:
     pairs = [json.dumps(make_pair(rng)) + "\n" for _ in range(PAIRS)]
     (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
     write_digits(folder)
+    for name, make, count in (("orders", make_order, ORDERS), ("notes", make_note, NOTES)):
+        rows = [json.dumps(make(rng)) + "\n" for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     texts = [message["content"] for chat in chats for message in chat]
     train_tokenizer([*texts, "user\nassistant\nsystem\n"]).save_pretrained(folder / "model")
     path = folder / "model/tokenizer.json"

@@ -6,6 +6,7 @@ import sys
 
 import psutil
 import pytest
+from selection import repeat
 
 SLOW = """
 import os, time
@@ -24,7 +25,7 @@ list(encode_in_processes(Slow(), [((Row("", {}),), 0)] * 9, 2))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, repeat(signal.SIGTERM)])
 def test_workers_end_with_their_parent(tmp_path, number):
     script = tmp_path / "preparing.py"
     script.write_text(PREPARING)

@@ -25,7 +25,7 @@ def results(parts, batches, key=None, **options):
 @pytest.mark.parametrize(
     ("kind", "layers", "size", "options"),
     [
-        ("lora", LAYERS, 2, {}),
+        repeat("lora", LAYERS, 2, {}),
         repeat("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
         ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
         ("lora", 2, 2, {"dropout": 0.5, "tile": 7}),

@@ -427,7 +427,7 @@ TARGETS = {
     "lfm2_moe": ("in_proj", "out_proj", "w1", "w2", "gate_up_proj", "down_proj"),
     "cohere2": ("q_proj", "down_proj"),
 }
-LEFT = "llama", "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4", "qwen3_next", "lfm2_moe", "cohere2"
+LEFT = "phi3", "llama", "qwen2_moe", "qwen3_moe", "qwen3_5", "gemma4", "qwen3_next", "lfm2_moe", "cohere2"
 
 
 @pytest.mark.parametrize("family", repeats(TARGETS, *LEFT))

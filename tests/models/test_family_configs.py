@@ -299,7 +299,6 @@ def test_rotary_embeddings_are_read(model_type, fields, expected):
         ("gemma4_text", {"per_layer_config": {"5": {"intermediate_size": 7}}}, "got '5': {'intermediate_size': 7}"),
         ("gemma4_text", {"per_layer_config": {"06": {"head_dim": 8}}}, "expected layers below 6 with head_dim and num"),
         ("qwen3", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config in config.json is not supported for"),
-        ("qwen2", {"is_causal": False}, "is_causal=False in config.json: attention to later tokens is not supported"),
         ("olmo3", {"num_hidden_layers": 6.0}, "num_hidden_layers in config.json: expected int >= 1 .*, got 6.0"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for num_hidden_layers=6"),

@@ -157,7 +157,7 @@ def test_adapters_train_alike_on_blocks_and_expanded_weights(moe_model, random_b
     assert_close(gradients, expected)
 
 
-@pytest.mark.parametrize("family", repeats(FAMILIES, "glm4_moe", "qwen2_moe", "qwen3_moe"))
+@pytest.mark.parametrize("family", repeats(FAMILIES, "glm4_moe", "qwen2_moe", "qwen3_moe", "deepseek_v3"))
 def test_generation_matches_full_forward_passes(moe_model, family):
     model = moe_model(family)
     graphdefs, *trees = split_model(model, nnx.LoRAParam)

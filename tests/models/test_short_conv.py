@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
 
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.ops.recurrence import recur
 from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
-from jaxglue.ops.short_convolution import short_convolution
 from tests.models.test_parity import forward
 
 WIDTH = 3
@@ -77,17 +74,3 @@ def test_continuations_of_one_beginning_are_as_behind_copies_of_it(model):
         np.testing.assert_allclose(logits[continuation], whole[4:], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="segments fork"):
         forward(model, tokens[None], forked)
-
-
-@pytest.mark.parametrize("width", [3, repeat(1), repeat(7)])
-def test_steps_give_what_whole_documents_give(width):
-    shapes = (1, 9, 4), (4, 1, width), (4,)
-    x, weight, bias = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes))
-    convolution, segments = short_convolution(weight, bias), pack_segments([[9]], seq_len=9)
-    whole = recur(convolution, segments, x)
-    states, outputs = jnp.zeros((1, width - 1, 4)), []
-    for token in range(9):
-        y, states = convolution.step(states, x[:, token])
-        outputs.append(y)
-    np.testing.assert_allclose(jnp.stack(outputs, 1), whole, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(states, convolution.last(segments, x)[0][:1])

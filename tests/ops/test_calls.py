@@ -59,6 +59,7 @@ from jaxglue.ops.quant.formats import quantize_matrix
 from jaxglue.ops.residual_norm import RESIDUAL_NORM, GatedInput, ResidualNormCall
 from jaxglue.ops.rope import RopeConfig, Rotary
 from jaxglue.ops.sampling import SAMPLING, SamplingCall
+from jaxglue.ops.short_convolution import SHORT_CONVOLUTION, ShortConvolutionCall
 from jaxglue.ops.small_layer import SMALL_LAYER, LayerSpec, SmallLayerCall
 
 HOPPER = 9, 0
@@ -85,6 +86,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     (CROSS_ENTROPY, "triton", CrossEntropyCall(dtype=HALF, vocab_size=128)),
     *((DELTA_RULE, name, DeltaCall(dtype=HALF, key_dim=64, value_dim=64)) for name in DELTA_RULE.backends),
     (DELTA_ROWS, "triton", DeltaRowsCall(dtype=HALF)),
+    (SHORT_CONVOLUTION, "triton", ShortConvolutionCall(dtype=HALF, taps=3)),
     (DELTA_STEP, "triton", DeltaCall(dtype=HALF, key_dim=64, value_dim=64)),
     (GATED_MLP, "fp8", GatedCall(parts=of_all_parts(FP8), conditions=TRAINING)),
     (GATED_MLP, "fp8_inference", GatedCall(parts=of_all_parts(replace(FP8, adapter=None)), conditions=INFERENCE)),

@@ -59,7 +59,7 @@ def test_adapters_train_by_tiles_as_whole(model, random_batch):
     chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@repeats_parts_of("test_answers_follow_the_forward_pass")
+@repeats_parts_of("test_greedy_decoding_equals_full_forward_passes")
 def test_answers_of_means_follow_the_forward_pass(model):
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine, sampling = Engine(graphdefs, model.config, dtype=jnp.float32), SamplingConfig(temperature=0, max_tokens=8)

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from selection import thorough
 
-pytestmark = pytest.mark.slow
+pytestmark = thorough("serve/test_server.py")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
@@ -30,7 +31,7 @@ MODULES = {
     "lm_eval": "lm_eval",
     "aider": "aider",
 }
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chromium-headless-shell")
 
 
 def python_of(name: str) -> str | None:
@@ -53,26 +54,24 @@ def pages():
 
 
 @pytest.fixture(scope="module")
-def address(pages, quickstart, tmp_path_factory):
+def model(quickstart, tmp_path_factory):
+    """A folder of the quickstart's model, whose chat template shows tools, too."""
+    folder = shutil.copytree(quickstart, tmp_path_factory.mktemp("model") / "model")
+    template = folder / "chat_template.jinja"
+    tools = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    template.write_text(tools + template.read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(pages, model, tmp_path_factory):
     """The address of `jaxglue serve` with random weights, whose log is a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [
-        "--model",
-        quickstart,
-        "--random-weights",
-        "0",
-        "--name",
-        "tiny",
-        "--port",
-        port,
-        "--allowed-origins",
-        pages,
-    ]
+    command = f"serve --random-weights 0 --name tiny --port {port} --allowed-origins {pages} --model {model}".split()
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "jaxglue", "serve", *map(str, flags)]
-    with log.open("w") as file, subprocess.Popen(command, stderr=file) as server:
+    with log.open("w") as file, subprocess.Popen([sys.executable, "-m", "jaxglue", *command], stderr=file) as server:
         while "serving tiny at" not in log.read_text():
             assert server.poll() is None, log.read_text()
             time.sleep(0.2)

@@ -120,6 +120,27 @@ def test_the_default_length_is_the_models(assistant):
     service.close()
 
 
+def test_programs_of_longer_prompts_are_compiled_once_nobody_asks(assistant):
+    service = Service(assistant, slots=2, length=1024, most=4)
+    gate, lengths, done = threading.Event(), [], threading.Event()
+
+    def receive(ticket, original=service._receive):
+        lengths.append(len(ticket.request.prompt))
+        original(ticket)
+        if 513 in lengths:
+            done.set()
+
+    service._receive = receive
+    service.warm_up()
+    asker = Asker(service)
+    asker.ask("a client", Request([5], replace(SAMPLED, max_tokens=16)), lambda _: gate.wait(60))
+    before = len(lengths)
+    gate.set()
+    asker.wait(1)
+    assert done.wait(120) and 257 in lengths and before < len(lengths)
+    service.close()
+
+
 def test_work_of_others_has_the_thread_between_windows(service):
     assert service.call(lambda: threading.current_thread().name).result(60) == "service"
     with pytest.raises(ZeroDivisionError):

@@ -1,8 +1,9 @@
-"""Anthropic's messages: by its own client where it is there, of answers that are given."""
+"""Anthropic's messages, of answers that are given."""
 
 import json
 from types import SimpleNamespace
 
+import hostile
 import pytest
 
 pytest.importorskip("starlette")
@@ -168,23 +169,37 @@ def test_refusals_have_anthropics_form(server, body, status, message):
     assert reply.json()["error"]["type"] == kind
 
 
+HOSTILE = {
+    "content": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    "system": lambda text: {"system": text},
+    "prefix": lambda text: {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]},
+    "tool": lambda text: {"tools": [{"name": text, "input_schema": {"properties": {text: {"type": text}}}}]},
+    "result": lambda text: {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": text, "name": text, "input": {text: text}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": text, "content": text}]},
+        ]
+    },
+    "kind": lambda text: {"messages": [{"role": text, "content": [{"type": text, text: text}]}]},
+    "format": lambda text: {"output_config": {"format": {"type": text, "schema": {"type": text}}}},
+    "stop": lambda text: {"stop_sequences": [text]},
+    "parameter": lambda text: {text: text, "thinking": {"type": text}},
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_hostile_texts_are_answered_or_refused(server, part):
+    client, _ = server(f"I look.{CALL}")
+    for text in (*hostile.TEXTS[::3], *hostile.mixtures(7, 20)):
+        body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], **HOSTILE[part](text)}
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            reply = client.post(path, content=json.dumps(body), headers=HEADERS)
+            assert reply.status_code in (200, 400), (text, reply.text)
+
+
 def test_the_key_may_come_as_anthropics_header(server):
     client, _ = server(api_key="secret")
     assert create(client, headers=HEADERS | {"x-api-key": "secret"}).status_code == 200
     refused = create(client, headers=HEADERS | {"x-api-key": "other"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-
-
-def test_anthropics_client_is_served(server):
-    anthropic = pytest.importorskip("anthropic")
-    client, _ = server(f"I look.{CALL}")
-    user = anthropic.Anthropic(base_url="http://localhost", api_key="any", http_client=client)
-    ask = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Ulm?"}], "tools": [WEATHER]}
-    message = user.messages.create(**ask)
-    assert [block.type for block in message.content] == ["text", "tool_use"]
-    with user.messages.stream(**ask) as stream:
-        assert "".join(stream.text_stream) == "I look."
-        assert stream.get_final_message().content[1].input == {"city": "Ulm"}
-    assert user.messages.count_tokens(model="tiny", messages=ask["messages"]).input_tokens > 1
-    with pytest.raises(anthropic.NotFoundError, match="is not served"):
-        user.messages.create(**ask | {"model": "other"})

@@ -499,6 +499,8 @@ def test_bodies_are_bounded_and_json(client):
     assert big.status_code == 413
     assert client.post("/v1/chat/completions", content=b"[").status_code == 400
     assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
+    many = client.post("/v1/chat/completions", content=b'{"messages": [' + b"[]," * 300_000 + b"[]]}")
+    assert many.status_code == 400 and "lists and objects" in many.json()["error"]["message"]
 
 
 def test_a_client_that_hangs_up_in_its_body_is_no_error(served):

@@ -15,7 +15,10 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.skipif(jax.device_count() > 1, reason="this is that process")
 @pytest.mark.parametrize(
     ("devices", "files"),
-    [(8, ("sharding/test_loading.py", "sharding/test_parity.py")), (4, ("training/test_mesh.py",))],
+    [
+        (8, ("sharding/test_loading.py", "sharding/test_parity.py", "sharding/test_reads.py")),
+        (4, ("training/test_mesh.py",)),
+    ],
 )
 def test_on_simulated_devices(devices, files, pytestconfig):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"

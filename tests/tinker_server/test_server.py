@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -100,6 +101,7 @@ def test_a_supervised_loop_lowers_its_loss_and_goes_on_from_saved_weights(client
     assert read_loss(client.call("forward_backward", forward))[0] == pytest.approx(last, rel=1e-5)
 
 
+@repeats_parts_of("test_sessions_on_one_base_hold_its_weights_once_and_train_as_alone")
 def test_two_models_share_their_base(client, server, model):
     other = client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": {**LORA, "rank": 2}})
     sessions = [server._models[name].session for name in (model, other["model_id"])]

@@ -54,7 +54,8 @@ def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
     assert before.keys() == {key.removeprefix("norm.") for key in golden if key.startswith("norm.")}
     policies = parse_policies("dots", len(graphdefs.layers))
     executor = Executor(graphdefs, model.config, policy=policies, dtype=jnp.float32)
-    settings = OptimizerConfig(learning_rate=1e-2, clip_norm=0, weight_decay=0, warmup_ratio=0, schedule="constant")
+    rate = float(golden.get("rate", 1e-2))
+    settings = OptimizerConfig(learning_rate=rate, clip_norm=0, weight_decay=0, warmup_ratio=0, schedule="constant")
     optimizer = AdamWOptimizer(settings, total_steps=10)
     state, losses = optimizer.init(trainable), []
     for step, tokens in enumerate(golden["tokens"]):

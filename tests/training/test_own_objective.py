@@ -5,6 +5,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.objectives.answers import PairObjective
 from jaxglue.objectives.config import BetaSettings, ObjectiveConfig
@@ -93,6 +94,7 @@ def test_value_of_a_column_that_is_no_number_names_its_row(run, chat_rows):
         run("bad", rows, ObjectiveConfig(objective="weighted"))
 
 
+@repeats_parts_of("test_commands_train_resume_export_and_generate_with_a_kind_of_a_file")
 def test_a_loss_of_pairs_with_settings_of_its_own_trains(run):
     pairs = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "Good"} for n in range(4)]
     lines = {

@@ -107,9 +107,17 @@ def test_quantized_folder_trains_like_the_flag(make_config, nf4_folder, tmp_path
         resolve(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
 
 
-def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
+def test_host_embeddings_of_what_trains_is_sampled_or_tied_are_refused(make_config):
     with pytest.raises(ValueError, match=r"--embeddings host: the output projection of .* is tied to the table"):
         resolve(make_config(embeddings="host"))
+    with pytest.raises(ValueError, match="--embeddings host is not for --method full"):
+        make_config(embeddings="host", method="full")
+    with pytest.raises(ValueError, match="--embeddings host is not for --sample-prompt"):
+        make_config(embeddings="host", sample_prompt=("Hi",))
+
+
+@repeats_parts_of("test_host_table_gives_the_same_step")
+def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
     options = {"steps": 2, "quantize": "nf4", "eval_fraction": 0.2}
@@ -119,10 +127,6 @@ def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     assert results[0].last_loss == results[1].last_loss
     assert results[0].best_eval_loss == results[1].best_eval_loss
     assert _resident(resolve(device)) - _resident(resolve(host)) == 2 * 4 * 400 * 64  # table and head
-    with pytest.raises(ValueError, match="--embeddings host is not for --method full"):
-        make_config(embeddings="host", method="full")
-    with pytest.raises(ValueError, match="--embeddings host is not for --sample-prompt"):
-        make_config(embeddings="host", sample_prompt=("Hi",))
 
 
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):

@@ -24,7 +24,7 @@ from jaxglue.ops.backend import (
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments, within_window
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments, both_ways, within_window
 
 __all__ = [
     "ATTENTION",
@@ -75,7 +75,8 @@ class AttentionCall:
     softcap: float | None = None
     """Bound of the scores (Gemma 2)."""
     split: bool = False
-    """Queries are some of a row's tokens (`PackedSegments.split`), or see later keys (`PackedSegments.own_keys`)."""
+    """Queries have bounds other than their own place: they are some of a row's tokens (`PackedSegments.split`), or see
+    those after them."""
     sinks: bool = False
     """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
 
@@ -203,7 +204,9 @@ def packed_attention(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N values"]:
-    """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
+    """Compute attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
+
+    It is causal, but for `PackedSegments.bidirectional`.
 
     Tokens of images see later ones where the segments say so (`PackedSegments.own_keys`).
 
@@ -224,7 +227,9 @@ def packed_attention(
     """
     _check(q, k, v, segments, window, sinks)
     kernels = ATTENTION.load(_call(q, k, v, segments, window, softcap, sinks), backend=backend)
-    if segments.own_keys is not None:
+    if segments.bidirectional:
+        segments, window = both_ways(segments, window), None
+    elif segments.own_keys is not None:
         segments, window = within_window(segments, window)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
@@ -246,9 +251,11 @@ def rotated_attention(
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_call(q, k, k, segments, window), backend=backend)
-    if segments.own_keys is not None:
+    if segments.bidirectional:
+        segments, window = both_ways(segments, window), None
+    elif segments.own_keys is not None:
         segments, window = within_window(segments, window)
-    if kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
+    elif kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
     values = z if getattr(kernels, "reads_joined_values", False) else z[:, :, -rotation.heads[1] :]
@@ -296,7 +303,7 @@ def _call(
         window=window,
         forked=segments.gap_starts is not None,
         softcap=softcap,
-        split=segments.split is not None or segments.own_keys is not None,
+        split=segments.split is not None or segments.own_keys is not None or segments.bidirectional,
         sinks=sinks is not None,
     )
 

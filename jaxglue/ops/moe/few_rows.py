@@ -1,7 +1,7 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,11 +165,18 @@ class TritonFewRowsExperts(Launcher):
     ) -> Float[Array, "M D"]:
         """Compute `moe_mlp` from (gate_up, down) of matrices and biases."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
-        options: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs}
         first, second = map(_stored, matrices)
-        order = ORDERS[second.kind]
-        options |= {"tokens": routing.tokens, "order": order}
-        hidden = self._multiply(ordered(x, ORDERS[first.kind]), routing, first, biases[0], (D, F), **options)
+        hidden = self._multiply(
+            ordered(x, ORDERS[first.kind]),
+            routing,
+            first,
+            biases[0],
+            (D, F),
+            activation=activation,
+            transpose_rhs=transpose_rhs,
+            tokens=routing.tokens,
+            order=ORDERS[second.kind],
+        )
         rows = self._multiply(hidden, routing, second, None, (F, D), activation=None, transpose_rhs=transpose_rhs)
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)

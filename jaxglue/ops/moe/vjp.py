@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +128,15 @@ def _multiply(spec, rows: ExpertRows, rhs, bias, groups: GroupMetadata, low_rank
     # FP8 tensor cores multiply along last axes only.
     matrices, factors = mxfp4_to_fp8(rhs, transposed=not transpose_rhs)
     scales = ExpertScales(row_scales, factors, rows.array.dtype)
-    options: dict[str, Any] = {"transpose_rhs": True, "low_rank": low_rank, "scales": scales}
-    return spec.kernels.matmul(ExpertRows(fp8_values, rows.tokens), matrices, bias, groups, **options)
+    return spec.kernels.matmul(
+        ExpertRows(fp8_values, rows.tokens),
+        matrices,
+        bias,
+        groups,
+        transpose_rhs=True,
+        low_rank=low_rank,
+        scales=scales,
+    )
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):

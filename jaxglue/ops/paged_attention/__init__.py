@@ -240,10 +240,9 @@ def latent_attention(
         scale: of the scores.
         backend: one of `LATENT_ATTENTION.names`.
     """
-    options: dict[str, Any] = {"rank": rank, "scale": scale}
-    if (kernels := LATENT_ATTENTION.load(LatentCall(dtype=q.dtype, cache=cache), backend=backend)) is not None:
-        return kernels.attend_latents(q, cache, tables, positions, **options)
-    return reference_latent_attention(q, cache, tables, positions, **options)
+    kernels = LATENT_ATTENTION.load(LatentCall(dtype=q.dtype, cache=cache), backend=backend)
+    attend = reference_latent_attention if kernels is None else kernels.attend_latents
+    return attend(q, cache, tables, positions, rank=rank, scale=scale)
 
 
 def paged_attention(
@@ -276,11 +275,10 @@ def paged_attention(
     _check_shapes(cache, N, H)
     if tables.shape[:1] != (S,) or positions.shape != (S,):
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
-    options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
     call = PagedCall(dtype=q.dtype, cache=cache, window=window, sinks=sinks is not None, softcap=softcap)
-    if (kernels := PAGED_ATTENTION.load(call, backend=backend)) is not None:
-        return kernels.attend(q, cache, tables, positions, **options)
-    return reference_paged_attention(q, cache, tables, positions, **options)
+    kernels = PAGED_ATTENTION.load(call, backend=backend)
+    attend = reference_paged_attention if kernels is None else kernels.attend
+    return attend(q, cache, tables, positions, window=window, sinks=sinks, softcap=softcap)
 
 
 def append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jaxglue.hf.reading import KINDS
 from jaxglue.parts import Registry
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.host import Host
@@ -37,23 +38,16 @@ class Form:
     """Writes a refusal as the protocol's clients read it."""
     is_served: Callable[[ServeConfig], bool] = lambda _: True
     """Tells whether the settings ask for it."""
+    kinds: frozenset[str] = frozenset({"text"})
+    """What a model must be for: text, or an answer in one pass (`jaxglue.hf.reading.KINDS`)."""
 
 
+_TEXT = ("chat", "completions", "responses", "messages", "tokens", "adapters")
+_NAMES = (*_TEXT, "decisions", "embeddings", "rerank", "models", "health", "metrics")
+EVERY = frozenset({"text", *KINDS})
+"""What models may be for."""
 FORMS: Registry[Form] = Registry(
     "wire form",
-    {
-        name: f"jaxglue.serve.wire.{name}:FORM"
-        for name in (
-            "chat",
-            "completions",
-            "responses",
-            "messages",
-            "tokens",
-            "models",
-            "adapters",
-            "health",
-            "metrics",
-        )
-    },
+    {name: f"jaxglue.serve.wire.{name}:FORM" for name in _NAMES},
 )
 """Forms by name."""

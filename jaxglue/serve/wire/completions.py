@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from jaxglue.generation.assistant import Voice
 from jaxglue.generation.prompts import encode_prompt
-from jaxglue.serve.call import Echo, make_call
+from jaxglue.serve.call import Echo, make_call, read_few
 from jaxglue.serve.fields import COMPLETION, read_body, read_echo, read_log_probs, read_prompts
 from jaxglue.serve.host import Host
 from jaxglue.serve.lanes import beside
@@ -20,6 +20,7 @@ from jaxglue.serve.wire.chat import answer
 async def _complete(host: Host, http: HttpRequest) -> Response:
     body = await read_body(http, COMPLETION)
     voice, prompts = host.models.find(body.get("model")).voice, read_prompts(body)
+    read_few(host, body, len(prompts))  # before work on them
     encoded = [await _encode(host, voice.tokenizer, prompt) for prompt in prompts]
     echo = await _echo(host, body, voice, prompts, encoded) if read_echo(body) else []
     return await answer(host, http, await make_call(host, body, encoded, chat=False, echo=echo))

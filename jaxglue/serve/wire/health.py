@@ -5,13 +5,13 @@ from starlette.responses import JSONResponse, Response
 
 from jaxglue.serve.host import Host
 from jaxglue.serve.refusals import BadRequestError
-from jaxglue.serve.wire import Endpoint, Form
+from jaxglue.serve.wire import EVERY, Endpoint, Form
 
 
 async def _health(host: Host, _: HttpRequest) -> Response:
-    if host.service.failure:
-        raise BadRequestError(host.service.failure, 503)
+    if host.failure:
+        raise BadRequestError(host.failure, 503)
     return JSONResponse({"status": "ok"})
 
 
-FORM = Form((Endpoint("/health", _health, "GET", is_open=True),))
+FORM = Form((Endpoint("/health", _health, "GET", is_open=True),), kinds=EVERY)

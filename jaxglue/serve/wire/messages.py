@@ -93,8 +93,10 @@ def _chat_body(host: Host, body: dict[str, Any]) -> dict[str, Any]:
     template = str(host.models.find(body.get("model")).voice.tokenizer.chat_template)
     kind = _object(body, "thinking").get("type")
     variable = next((name for name in ("enable_thinking", "thinking") if name in template), None)
-    if kind is not None and variable is not None:
-        chat["chat_template_kwargs"] = {variable: kind != "disabled"}
+    variables: dict[str, Any] = {} if kind is None or variable is None else {variable: kind != "disabled"}
+    if (effort := _object(body, "output_config").get("effort")) is not None and "reasoning_effort" in template:
+        variables["reasoning_effort"] = effort
+    chat["chat_template_kwargs"] = variables
     return chat
 
 

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxglue.serve.host import Host
 from jaxglue.serve.served_models import ServedModel
-from jaxglue.serve.wire import Endpoint, Form
+from jaxglue.serve.wire import EVERY, Endpoint, Form
 
 
 async def _list(host: Host, _: HttpRequest) -> Response:
@@ -26,8 +26,8 @@ def _described(host: Host, model: ServedModel) -> dict[str, Any]:
         "owned_by": "jaxglue",
         "root": model.root or model.name,
         "parent": model.parent,
-        "max_model_len": host.service.length,
+        "max_model_len": host.length,
     }
 
 
-FORM = Form((Endpoint("/v1/models", _list, "GET"), Endpoint("/v1/models/{name:path}", _show, "GET")))
+FORM = Form((Endpoint("/v1/models", _list, "GET"), Endpoint("/v1/models/{name:path}", _show, "GET")), kinds=EVERY)

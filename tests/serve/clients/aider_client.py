@@ -8,6 +8,7 @@ from pathlib import Path
 
 folder = Path(tempfile.mkdtemp())
 (folder / "sum.py").write_text("print(3 + 4)\n")
+(folder / ".aider.model.settings.yml").write_text('- name: openai/tiny\n  extra_params:\n    stop: [" "]\n')
 flags = ["--model", "openai/tiny", "--message", "Say hello.", "--yes", "--no-git", "--no-auto-commits", "--no-stream"]
 flags += [
     "--no-show-model-warnings",

@@ -1,0 +1,109 @@
+"""Acceptance of drafts after fine-tuning: by the head as it was, trained with the model, and trained after it.
+
+    python benchmarks/draft_acceptance.py --scratch /tmp/drafts --json benchmarks/results/draft_acceptance.json
+
+A hybrid of bytes and its draft head learn Python together from random weights; then adapters on English text (this
+repository's documentation) train with each `--train-draft`. Shares are Σ min(p, q) over the vocabulary at temperature
+1, and of equal largest logits, of held-out tokens.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from measure import table, write_results
+from rl_text_model import write_model
+from safetensors.numpy import save_file
+
+from jaxglue.files.json_file import read_json
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.draft import DRAFTS, build_draft, parameter_name
+from jaxglue.models.parameters import flatten_names, split_model
+
+HYBRID = {
+    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 4},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
+}
+
+
+def write_base(folder: Path, layers: int, width: int) -> None:
+    """Write a hybrid with random weights and a draft head."""
+    write_model(folder, layers, width)
+    heads = {"linear_num_key_heads": width // 128, "linear_num_value_heads": width // 64}
+    described = folder / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | HYBRID | heads))
+    config = config_from_hf(read_config(folder))
+    tensors = flatten_names(split_model(random_model(config, dtype=jnp.float32), nnx.Param)[1])
+    names = DRAFTS[config.model_type].of(layers)
+    head = nnx.to_flat_state(nnx.state(build_draft(config, dtype=jnp.float32, rngs=nnx.Rngs(0))))
+    tensors |= {names.stored(parameter_name(path)): value[...] for path, value in head}
+    save_file({name: np.asarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+def write_rows(path: Path, folder: Path, pattern: str, megabytes: float) -> None:
+    """Write the text files of a folder as rows, in an order of their own, up to a size."""
+    files, size, rows = sorted(folder.rglob(pattern)), 0, list[str]()
+    for index in np.random.default_rng(0).permutation(len(files)).tolist():
+        text = files[index].read_text(encoding="utf-8", errors="ignore")
+        if len(text) > 1000 and size < megabytes * 1e6:
+            rows.append(json.dumps({"text": text}) + "\n")
+            size += len(text)
+    path.write_text("".join(rows))
+
+
+def train(model: Path, data: Path, output: Path, steps: int, *flags: str) -> dict:
+    """Train by the command; return the run's summary."""
+    command = [sys.executable, "-m", "jaxglue", "train", "--model", str(model), "--data", str(data)]
+    command += ["--output", str(output), "--steps", str(steps), "--eval-fraction", "0.1", *flags]
+    subprocess.run(command, check=True)
+    return read_json(output / "summary.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=600, help="of the base")
+    parser.add_argument("--tuning-steps", type=int, default=150)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--megabytes", type=float, default=20.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # leave the GPU to the runs
+    scratch = args.scratch
+    (scratch / "start").mkdir(parents=True, exist_ok=True)
+    write_base(scratch / "start", args.layers, args.width)
+    write_rows(scratch / "python.jsonl", Path(sysconfig.get_paths()["stdlib"]), "*.py", args.megabytes)
+    write_rows(scratch / "documentation.jsonl", Path(__file__).parents[1] / "docs", "*.md", args.megabytes)
+    rows = ["--seq-len", str(args.seq_len), "--batch-size", str(args.batch_size)]
+    base = train(
+        *(scratch / "start", scratch / "python.jsonl", scratch / "base", args.steps),
+        *("--method", "full", "--learning-rate", "1e-3", "--train-draft", "with", *rows),
+    )
+    results = [{"text": "the base's own", "head": "trained with the base", **base["drafts"]["trained"]}]
+    for when in ("with", "after"):
+        tuned = train(
+            *(scratch / "base/model", scratch / "documentation.jsonl", scratch / when, args.tuning_steps),
+            *("--learning-rate", "1e-3", "--train-draft", when, "--draft-method", "full", *rows),
+        )
+        if when == "with":
+            results.append({"text": "tuned on", "head": "as it was", **tuned["drafts"]["folder's"]})
+        results.append({"text": "tuned on", "head": f"trained {when}", **tuned["drafts"]["trained"]})
+    print(table([{**row, "sampled": f"{row['sampled']:.1%}", "greedy": f"{row['greedy']:.1%}"} for row in results]))
+    if args.json:
+        write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Decode with drafts on random weights of a published shape, each draft accepted with a given probability.
+
+    python benchmarks/drafts.py --shape qwen3.5-9b --streams 1 16 64 256 --json benchmarks/results/drafts.json
+
+Weights decide nothing about a draft here: whether one is accepted is drawn, from a hash of position and token, after
+the model has verified it. A run's tokens per second are those of the difference of two lengths of answers, so they
+exclude prompts.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from measure import table, write_results
+from shapes import SHAPES
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.drafts import HEAD, Drafting
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.programs import EnginePrograms
+from jaxglue.generation.scheduler import Request
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.draft import build_draft
+from jaxglue.models.parameters import split_model
+from jaxglue.planner.device_memory import take_fitting_blocks
+
+CONTEXT = 388
+"""Tokens of a prompt."""
+
+
+def accept_drawn(probability: float) -> None:
+    """Let programs accept drafts with a probability."""
+
+    def matches(chosen, drafts, positions):
+        mixed = (positions * 7919 + chosen * 104729).astype(jnp.uint32) * np.uint32(2654435761)
+        return (mixed >> 8).astype(jnp.float32) / 2**24 < probability
+
+    EnginePrograms.matches = staticmethod(matches)  # type: ignore[method-assign]
+
+
+def requests(count: int, new: int, vocabulary: int) -> list[Request]:
+    """Return prompts of random tokens with answers of so many."""
+    rng, sampling = np.random.default_rng(0), SamplingConfig(max_tokens=new, temperature=1.0)
+    return [Request(rng.integers(0, vocabulary, CONTEXT).tolist(), sampling, index) for index in range(count)]
+
+
+def rate(engine: Engine, trees: Any, streams: int, lengths: tuple[int, int], repeats: int) -> float:
+    """Return the tokens per second of all streams together."""
+    asked = [requests(streams, new, engine.config.vocab_size) for new in lengths]
+    plan, spent = engine.plan(asked[1], slots=streams), []
+    for each in [asked[0], *asked * repeats]:  # the first time compiles
+        begun = time.perf_counter()
+        tokens = sum(len(done.tokens) for done in engine.generate(*trees, each, plan=plan, whole=True))
+        spent.append((time.perf_counter() - begun, tokens))
+    short, long = (min(spent[start::2]) for start in (1, 2))
+    return (long[1] - short[1]) / (long[0] - short[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3.5-9b")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--probability", type=float, default=0.7)
+    parser.add_argument("--lengths", type=int, nargs=2, default=[32, 160])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    accept_drawn(args.probability)
+    take_fitting_blocks()
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    config = config_from_hf(SHAPES[args.shape])
+    graphdefs, trainable, frozen = split_model(random_model(config, dtype=dtype), nnx.LoRAParam)
+    head, state = nnx.split(build_draft(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    drafted = {**trainable, HEAD: {}}, {**frozen, HEAD: nnx.to_pure_dict(state)}
+    results: list[dict] = []
+    for streams in args.streams:
+        for drafts in args.drafts:
+            drafting = Drafting(head, drafts) if drafts else None
+            engine = Engine(graphdefs, config, dtype=dtype, drafting=drafting)
+            trees = drafted if drafts else (trainable, frozen)
+            speed = rate(engine, trees, streams, tuple(args.lengths), args.repeats)
+            plain = next((row["tokens/s"] for row in results if row["streams"] == streams), speed)
+            made = engine.drafts
+            row = {"streams": streams, "drafts": drafts, "tokens/s": round(speed, 1), "times": round(speed / plain, 3)}
+            row["accepted"] = round(made.accepted / made.made, 3) if made.made else None
+            results.append(row)
+            print(row, flush=True)
+            if args.json:
+                write_results(args.json, results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

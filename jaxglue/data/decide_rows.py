@@ -1,0 +1,88 @@
+"""Rows of a state, questions about it and their gold answers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.messages import listed
+from jaxglue.data.questions import (
+    Labels,
+    Question,
+    check_options,
+    question_parts,
+    read_gold,
+    read_questions,
+    read_state,
+)
+from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning
+from jaxglue.files.json_file import parse_json
+
+
+class DecisionEncoder(UnitEncoder):
+    """Tokenizer of states with questions; each question is a part that ends where its answer begins.
+
+    Raises:
+        ValueError: a tokenizer without labels of single tokens.
+    """
+
+    format = "decisions"
+    keys = frozenset({"state", "questions", "gold"})
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None):
+        super().__init__(tokenizer, system=system)
+        self._frame = Frame.of(self.template, self.system)
+        self.labels = Labels.of(tokenizer, self._frame.tail, has_template=self._frame.has_template)
+
+    @property
+    def before(self) -> str:
+        """Return the text between state and question."""
+        return self._frame.between
+
+    def unit(self, row: Mapping[str, Any]) -> UnitText:
+        """Return a row's state and questions, with the gold of each."""
+        if missing := self.keys - row.keys():
+            raise ValueError(
+                f"rows of decisions need {listed(sorted(missing))}; the row's keys are {listed(dict(row))}"
+            )
+        questions = read_questions(row["questions"])
+        gold = parse_json(row["gold"], "gold") if isinstance(row["gold"], str) else row["gold"]
+        if not isinstance(gold, Mapping):
+            raise ValueError("'gold' must be an object with the answer to each question by its id")
+        gold = {name: value for name, value in gold.items() if value is not None}
+        if unknown := sorted(gold.keys() - questions.keys()):
+            raise ValueError(f"'gold' answers {unknown[0]!r}, which is no question of the row")
+        targets = [read_gold(name, question, gold.get(name)) for name, question in questions.items()]
+        return self.asked(read_state(row["state"]), questions, targets)
+
+    def asked(
+        self, state: str, questions: Mapping[str, Question], targets: list[list[float]] | None = None
+    ) -> UnitText:
+        """Return a state with questions; without targets their options have the same probabilities.
+
+        Raises:
+            ValueError: options beyond the labels, or that have the same tokens; names the question.
+        """
+        parts = []
+        for index, (name, question) in enumerate(questions.items()):
+            try:
+                self._check(question)
+            except ValueError as error:
+                raise ValueError(f"question {name!r}: {error}") from error
+            gold = targets[index] if targets else [1 / len(question.options)] * len(question.options)
+            parts.append(self._part_text(question, gold))
+        begins = [] if self._frame.has_template else [beginning(self.tokenizer)]
+        return UnitText([*begins, f"{self._frame.head}{self.protected(state)}{self._frame.between}"], parts)
+
+    def _check(self, question: Question) -> None:
+        self.labels.check(question)
+        names = [option.name.strip() for option in question.options]
+        check_options(question, self.pieces([names])[0])
+
+    def _part_text(self, question: Question, gold: list[float]) -> PartText:
+        text = question_parts(question, self.labels.names[question.type])
+        lines = [piece for label, line in text.lines for piece in (label, self.protected(line))]
+        end = f"{text.end}{self._frame.tail}"
+        return PartText(
+            pieces=[self.protected(text.intro), *lines, end], kind=question.number, gold=gold, lines=len(text.lines)
+        )

@@ -1,0 +1,228 @@
+"""Tokenization of rows whose parts are read: questions about a state, documents to a query, texts to compare."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.files import Row
+from jaxglue.data.limits import memory_limit, template_time_limit
+from jaxglue.data.pieces import PieceTokenizer
+from jaxglue.data.store import TOKEN_BYTES, Encoded
+from jaxglue.data.template import ChatTemplate, plain_pieces
+from jaxglue.data.tokenizer import encode_beginning, require_unicode
+
+_ABSENT = float("nan")
+COLUMNS = dict.fromkeys(
+    ("prefix", "parts", "cut", "kind", "size", "intro", "options", "gold", "label_size", "text_size"), _ABSENT
+)
+"""Columns of a store of such rows: the first three have a value for each row, the next four for each part, and the last
+three for each option of a part. None is ever absent."""
+_STATE, _QUESTION = "STATE7f3a", "QUESTION7f3a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartText:
+    """A part of a row that is read by itself."""
+
+    pieces: list[str | bytes]
+    """Its text in pieces, int32 tokens as bytes."""
+    kind: int = 0
+    gold: list[float] = field(default_factory=lambda: [1.0])
+    """A number for each of its options."""
+    lines: int = 0
+    """Pairs of pieces, from the second on, that are label and text of an option each."""
+
+
+class UnitText(NamedTuple):
+    """What a row has: a beginning that its parts share, which may be empty, and these."""
+
+    prefix: list[str | bytes]
+    parts: list[PartText]
+
+
+class Frame(NamedTuple):
+    """The text of a prompt around a state and a question about it."""
+
+    head: str
+    between: str
+    tail: str
+    has_template: bool
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None, system: str | None, content: str = "{state}\n\n{question}") -> "Frame":
+        """Return the frame of a chat template, without thinking, or of plain texts without one.
+
+        Args:
+            template: of the model.
+            system: message before the user's.
+            content: of the user's message.
+
+        Raises:
+            ValueError: a template that changes what a user says.
+        """
+        content = content.format(state=_STATE, question=_QUESTION)
+        if template is None:
+            text = f"{system}\n\n{content}\nAnswer:" if system else f"{content}\nAnswer:"
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": content})
+            text = template.render_prompt(messages, variables={"enable_thinking": False})
+        head, found, rest = text.partition(_STATE)
+        between, also_found, tail = rest.partition(_QUESTION)
+        if not (found and also_found) or _STATE in tail or _QUESTION in tail:
+            raise ValueError("the chat template changes the user's message, so a state and its questions have no place")
+        return cls(head, between, tail, has_template=template is not None)
+
+
+class UnitEncoder:
+    """Tokenizer of rows of parts; a subclass reads them.
+
+    Each row becomes a document of the store: the tokens of its beginning, and those of its parts, with a mask of 1 at
+    the last of each.
+    """
+
+    format = ""
+    """Name of the rows' format."""
+    keys: frozenset[str] = frozenset()
+    """Columns that are read."""
+    longest: int | None = None
+    """The most tokens of a part, whose text is cut, but not its last `tail` tokens; None for no limit."""
+    tail = 0
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None):
+        self.columns = COLUMNS
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.system = system or None
+        self.pieces = PieceTokenizer(tokenizer.backend_tokenizer)
+
+    def unit(self, row: Mapping[str, Any]) -> UnitText:
+        """Return the texts of a row.
+
+        Raises:
+            ValueError: an unusable row.
+        """
+        raise NotImplementedError
+
+    @property
+    def before(self) -> str:
+        """Return the text that precedes each part, in whose company it is tokenized."""
+        return ""
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:
+        """Tokenize rows, in order.
+
+        Raises:
+            ValueError: an unusable row, with its origin.
+        """
+        with memory_limit():
+            units = [self._named_unit(row) for row in rows]
+        return self.encode_units(units, [row.origin for row in rows])
+
+    def encode_units(self, units: Sequence[UnitText], origins: Sequence[str] = ()) -> Encoded:
+        """Tokenize units, in order; `origins` name those of errors."""
+        texts = [text for unit in units for text in self._texts(unit)]
+        encoded = iter(self.pieces([[piece for piece in text if isinstance(piece, str)] for text in texts]))
+        tokens, masks, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+        columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        for index, unit in enumerate(units):
+            prefix = _tokens(_woven(unit.prefix, iter(next(encoded))))
+            parts = [self._part(part, next(encoded)) for part in unit.parts]
+            if empty := next((number for number, (part, _) in enumerate(parts, 1) if not len(part)), None):
+                raise ValueError(f"{origins[index] if origins else 'a row'}: text {empty} has no token")
+            _add(columns, unit, len(prefix), parts)
+            whole = [prefix, *(part for part, _ in parts)]
+            mask = np.zeros(sum(map(len, whole)), np.uint8)
+            mask[np.cumsum([len(part) for part in whole])[1:] - 1] = 1
+            tokens += whole
+            masks.append(mask)
+            lengths.append(len(mask))
+        return Encoded(
+            np.concatenate(tokens),
+            np.concatenate(masks),
+            np.array(lengths, np.int32),
+            {name: np.array(values, np.float32) for name, values in columns.items()},
+        )
+
+    def _named_unit(self, row: Row) -> UnitText:
+        try:
+            with template_time_limit():
+                unit = self.unit(row.value)
+            for text in chain(unit.prefix, *(part.pieces for part in unit.parts)):
+                if isinstance(text, str):
+                    require_unicode(text)
+            return unit
+        except ValueError as error:
+            raise ValueError(f"{row.origin}: {error}") from error
+
+    def protected(self, text: str) -> str:
+        """Return a text whose special tokens are split, to be read as text."""
+        if self.template is None:
+            return text
+        messages, _ = self.template.protect([{"role": "user", "content": text}])
+        return messages[0]["content"]
+
+    def _texts(self, unit: UnitText) -> Iterator[list[str | bytes]]:
+        before = [self.before] if self.before else []
+        for start, pieces in (([], unit.prefix), *((before, part.pieces) for part in unit.parts)):
+            yield [*start, *chain.from_iterable(map(_plain, pieces))]
+
+    def _part(self, part: PartText, encoded: list[bytes]) -> tuple[np.ndarray, "_Sizes"]:
+        """Return a part's tokens, and the sizes of its pieces."""
+        pieces = _woven(part.pieces, iter(encoded[1:] if self.before else encoded))
+        counts, tokens = [len(piece) // TOKEN_BYTES for piece in pieces], _tokens(pieces)
+        cut = self.longest is not None and len(tokens) > self.longest
+        if cut:
+            assert self.longest is not None
+            tokens = np.concatenate([tokens[: self.longest - self.tail], tokens[len(tokens) - self.tail :]])
+        return tokens, _Sizes(counts[0], counts[1 : 1 + 2 * part.lines], cut)
+
+
+class _Sizes(NamedTuple):
+    intro: int
+    lines: list[int]
+    cut: bool
+
+
+def _plain(piece: str | bytes) -> list[Any]:
+    return [piece] if isinstance(piece, bytes) else plain_pieces(piece)
+
+
+def _woven(pieces: Sequence[str | bytes], encoded: Iterator[bytes]) -> list[bytes]:
+    """Return the tokens of each piece, of which texts' are `encoded`, as often as special tokens split them."""
+    return [b"".join(part if isinstance(part, bytes) else next(encoded) for part in _plain(piece)) for piece in pieces]
+
+
+def _tokens(pieces: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(pieces), np.int32)
+
+
+def _add(columns: dict[str, list[float]], unit: UnitText, prefix: int, parts: list[tuple[np.ndarray, _Sizes]]) -> None:
+    """Append a unit's values to the columns."""
+    columns["prefix"].append(prefix)
+    columns["parts"].append(len(parts))
+    columns["cut"].append(any(sizes.cut for _, sizes in parts))
+    for text, (tokens, sizes) in zip(unit.parts, parts, strict=True):
+        columns["kind"].append(text.kind)
+        columns["size"].append(len(tokens))
+        columns["intro"].append(sizes.intro)
+        columns["options"].append(len(text.gold))
+        columns["gold"] += text.gold
+        none = [0] * len(text.gold)
+        columns["label_size"] += sizes.lines[::2] or none
+        columns["text_size"] += sizes.lines[1::2] or none
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """Return the tokens that a tokenizer puts before a text."""
+    return np.array(encode_beginning(tokenizer, ""), np.int32).tobytes()
+
+
+def ending(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """Return the tokens that a tokenizer puts behind a text."""
+    count = len(encode_beginning(tokenizer, "b"))
+    return np.array(tokenizer.encode("b")[count:], np.int32).tobytes()

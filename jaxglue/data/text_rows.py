@@ -1,0 +1,110 @@
+"""Rows of texts to compare: pairs, with negatives or without, and pairs with a similarity."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tokenizers import processors
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.messages import listed
+from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending
+from jaxglue.data.store import TOKEN_BYTES
+
+ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2
+_ANCHORS, _POSITIVES = ("anchor", "query"), ("positive", "document")
+_SCORED = ("sentence1", "sentence2", "score")
+_FORMS = "anchor (or query) and positive, with negative or not; or sentence1, sentence2 and score"
+
+
+class TextEncoder(UnitEncoder):
+    """Tokenizer of rows of texts, each a part by itself, as a tokenizer's post-processor frames it.
+
+    Args:
+        tokenizer: of the model.
+        query: text before anchors.
+        document: text before positives and negatives.
+        longest: the most tokens of a text.
+        scored: rows have a similarity.
+    """
+
+    format = "texts"
+    keys = frozenset({*_ANCHORS, *_POSITIVES, "negative", "negatives", *_SCORED})
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        query: str = "",
+        document: str = "",
+        longest: int = 512,
+        scored: bool = False,
+    ):
+        super().__init__(tokenizer)
+        self._query, self._document, self._scored = query, document, scored
+        self._ends = beginning(tokenizer), ending(tokenizer)
+        self.longest, self.tail = longest, len(self._ends[1]) // TOKEN_BYTES
+
+    def unit(self, row: Mapping[str, Any]) -> UnitText:
+        """Return a row's texts."""
+        if self._scored:
+            return self._pair(row)
+        anchor, positive = _named(row, _ANCHORS), _named(row, _POSITIVES)
+        negatives = _negatives(row)
+        if positive in negatives:
+            raise ValueError("a negative is equal to the positive: take one of them out")
+        texts = [(ANCHOR, anchor), (POSITIVE, positive), *((NEGATIVE, text) for text in negatives)]
+        return UnitText([], [self.part(kind, text) for kind, text in texts])
+
+    def part(self, kind: int, text: str, gold: float = 1.0) -> PartText:
+        """Return a text as it is read."""
+        start, end = self._ends
+        prompt = self._query if kind == ANCHOR else self._document
+        return PartText(pieces=[start, prompt + text, end], kind=kind, gold=[gold])
+
+    def _pair(self, row: Mapping[str, Any]) -> UnitText:
+        score = row.get("score")
+        if isinstance(score, bool) or not isinstance(score, int | float) or not np.isfinite(score):
+            raise ValueError(f"'score' must be a number, a pair's similarity; the row's keys are {listed(dict(row))}")
+        texts = [_named(row, (name, *others)) for name, others in (("sentence1", _ANCHORS), ("sentence2", _POSITIVES))]
+        parts = [PartText(pieces=[self._ends[0], text, self._ends[1]], kind=kind, gold=[float(score)])
+                 for kind, text in enumerate(texts)]  # fmt: skip
+        return UnitText([], parts)
+
+
+def _negatives(row: Mapping[str, Any]) -> list[str]:
+    """Return a row's negatives, of `negative` or `negatives`, a text or a list, or of negative_1, negative_2, …"""
+    numbered = [f"negative_{number}" for number in range(1, 65) if row.get(f"negative_{number}") is not None]
+    found = [row[name] for name in ("negative", "negatives", *numbered) if row.get(name) is not None]
+    texts = [text for each in found for text in (each if isinstance(each, list) else [each])]
+    for text in texts:
+        _require_text("negative", text)
+    return texts
+
+
+def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise ValueError(f"a row of texts needs {_FORMS}; its keys are {listed(dict(row))}")
+    return _require_text(name, row[name])
+
+
+def _require_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        what = "an empty text" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{name!r} must be a text, got {what}: mend the row, or take it out")
+    return value
+
+
+def end_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Let a tokenizer end texts with its eos token where it adds none, and tell whether it was changed.
+
+    A model that is read at a text's end needs one there; saved with the model, other programs add it, too.
+    """
+    if ending(tokenizer) or tokenizer.eos_token_id is None:
+        return False
+    backend, end = tokenizer.backend_tokenizer, str(tokenizer.eos_token)
+    template = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
+    before = [] if backend.post_processor is None else [backend.post_processor]
+    backend.post_processor = processors.Sequence([*before, template])
+    return True

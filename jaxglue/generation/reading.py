@@ -1,0 +1,211 @@
+"""Loaded models that answer in one pass: parts packed behind one copy of their beginning, and what they give."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Float32
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.config import DataConfig, Source
+from jaxglue.data.decide_rows import DecisionEncoder
+from jaxglue.data.files import Row
+from jaxglue.data.packing import plan_packing
+from jaxglue.data.questions import Question
+from jaxglue.data.read_rows import UnitEncoder, UnitText
+from jaxglue.data.reads import ReadDataset, select_reads
+from jaxglue.data.rerank_rows import RerankEncoder
+from jaxglue.data.store import Encoded, TokenStore
+from jaxglue.data.text_rows import ANCHOR, POSITIVE, TextEncoder
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import PRESETS
+from jaxglue.generation.assistant import Assistant, count_labels, load_parts
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.hf.reading import read_record
+from jaxglue.hf.sentence_transformers import read_folder
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
+from jaxglue.objectives import calibration
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.decide import gold_outputs
+from jaxglue.objectives.reading import PartOutputs, ReadObjective, part_outputs
+from jaxglue.ops.segments import segment_bucket
+
+_SHORTEST_ROW, _LONGEST_ROW = 256, 16_384
+"""Tokens of a row in which texts are packed, unless one of them is longer."""
+
+
+def find_record(config: AssistantConfig) -> dict[str, Any]:
+    """Return how the model of a configuration answers in one pass; empty for one that writes text alone.
+
+    Raises:
+        ValueError: a damaged record.
+    """
+    record = read_record(config.adapter, config.folder)
+    return record or read_folder(config.adapter or config.folder)
+
+
+class LoadedModel(NamedTuple):
+    """A model whose parts are read."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: DecoderConfig
+    graphdefs: ModelGraphDefs
+    trainable: Params
+    frozen: Params
+    dtype: Any
+
+    @classmethod
+    def load(cls, config: AssistantConfig) -> "LoadedModel":
+        """Load the model of a configuration, with scores where it has labels.
+
+        Raises:
+            ValueError: bad folders, tensors or tokenizer.
+        """
+        tokenizer, model, dtype = load_parts(config, labels=count_labels(config))
+        return cls(tokenizer, model.config, *split_model(model, nnx.LoRAParam), dtype)
+
+    @classmethod
+    def of(cls, assistant: Assistant) -> "LoadedModel":
+        """Return the model of an assistant, which shares its weights."""
+        weights = assistant.graphdefs, assistant.adapter, assistant.frozen
+        return cls(assistant.tokenizer, assistant.config, *weights, assistant.dtype)
+
+
+class PartReader:
+    """Reads the parts of units with a model.
+
+    Args:
+        model: loaded.
+        record: how it answers in one pass (`jaxglue.hf.reading`).
+    """
+
+    def __init__(self, model: LoadedModel, record: Mapping[str, Any]):
+        if model.config.bidirectional:
+            record = {**record, "bidirectional": True}
+        self.model, self.record, self.kind = model, record, str(record["kind"])
+        self.objective = _objective(record)
+        self.task = self.objective.task(shared_prompt=True, copies=model.config.recurrent is not None)
+        self.task.adopt(model.tokenizer)
+        self.encoder: UnitEncoder = self.task.encoder(model.tokenizer, record.get("system", ""))
+        self._labels = self.task.labels(model.tokenizer, record.get("system", ""))
+        self._executor = Executor(
+            model.graphdefs, model.config, policy=PRESETS["full"], dtype=model.dtype, objective=self.objective
+        )
+        self._turn = threading.Lock()
+
+    @property
+    def limit(self) -> int:
+        """Return the most tokens of a beginning with a part."""
+        return self.model.config.max_position_embeddings
+
+    def encode(self, units: Sequence[UnitText]) -> Encoded:
+        """Tokenize units, by any thread.
+
+        Raises:
+            ValueError: no part, an empty one, or one beyond the model's limit.
+        """
+        with self._turn:  # the tokenizer remembers words
+            encoded = self.encoder.encode_units(units)
+        columns = encoded.columns
+        longest = np.repeat(columns["prefix"], columns["parts"].astype(int)) + columns["size"]
+        if len(longest) and (most := int(longest.max())) > self.limit:
+            raise ValueError(f"a text has {most:,} tokens, and the model reads at most {self.limit:,}")
+        return encoded
+
+    def read_rows(self, rows: Sequence[Row]) -> tuple[PartOutputs, ReadDataset]:
+        """Return what the model gives for the parts of rows of training's form, and their data set.
+
+        Raises:
+            ValueError: an unusable row, with its origin.
+        """
+        encoded = self.encoder.encode(rows)
+        return self.read(encoded), self._dataset(encoded)[0]
+
+    def read(self, encoded: Encoded) -> PartOutputs:
+        """Return what the model gives for all parts, in the order of units and of their parts.
+
+        Raises:
+            ValueError: values that are not finite.
+        """
+        dataset, row = self._dataset(encoded)
+        plan = plan_packing(dataset.lengths, seq_len=row)
+        segments, found = segment_bucket(plan.max_segments), []
+        for index in range(plan.rows):
+            batch = dataset.build_batch(plan, np.array([index]), plan.documents, seq_len=row, max_segments=segments)
+            outputs = self._executor.read(self.model.trainable, self.model.frozen, jax.device_put(batch))
+            assert batch.reads is not None
+            found.append((batch.reads, outputs))
+        joined = part_outputs((reads, np.asarray(outputs)) for reads, outputs in found)
+        if not np.isfinite(joined.outputs).all():
+            raise ValueError("the model's values are not finite (NaN or infinity): check its weights and the adapter")
+        return joined
+
+    def _dataset(self, encoded: Encoded) -> tuple[ReadDataset, int]:
+        """Return units in rows of few lengths: as short as holds all, or the longest."""
+        lengths = encoded.lengths.astype(np.int64)
+        wanted = max(min(int(lengths.sum()), _LONGEST_ROW), int(lengths.max()), _SHORTEST_ROW)
+        row = 1 << (wanted - 1).bit_length()
+        store = TokenStore(
+            tokens=encoded.tokens,
+            mask=encoded.mask,
+            offsets=np.cumsum([0, *lengths]),
+            columns=encoded.columns,
+            info={"digest": "", "max_token": 0},
+        )
+        selection = select_reads(store, DataConfig(data=("-",), seq_len=row), Source(name="-"), self.task, self._labels)
+        return cast(ReadDataset, selection.dataset), row
+
+
+def _objective(record: Mapping[str, Any]) -> ReadObjective:
+    """Return the objective by whose settings a model is read."""
+    kind = record["kind"]
+    names = {
+        "embed": ("pooling", "bidirectional", "query_prompt", "document_prompt", "max_text_length"),
+        "rerank": ("rerank_instruction", "max_document_length"),
+    }.get(kind, ())
+    name = "rerank_score" if record.get("score") else kind
+    settings = {key: record[key] for key in names if key in record}
+    return cast(ReadObjective, ObjectiveConfig(objective=name, **settings).make())
+
+
+def decisions(reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]]) -> list[UnitText]:
+    """Return the units of states with questions; ValueError for questions beyond the labels."""
+    encoder = cast(DecisionEncoder, reader.encoder)
+    return [encoder.asked(state, questions) for state, questions in states]
+
+
+def probabilities(
+    reader: PartReader, found: PartOutputs, questions: Sequence[Question], *, calibrated: bool = True
+) -> list[Float[np.ndarray, "options"]]:
+    """Return the probabilities of each question's options, at the temperatures fitted in training."""
+    logits, _, _ = gold_outputs(found)
+    fitted = reader.record.get("temperatures", {}) if calibrated else {}
+    temperatures = np.array([float(fitted.get(question.type, 1.0)) for question in questions])
+    p = np.exp(calibration.log_softmax(logits, temperatures))
+    return [row[: len(question.options)] for row, question in zip(p, questions, strict=True)]
+
+
+def texts(reader: PartReader, values: Sequence[str], *, query: bool = False) -> list[UnitText]:
+    """Return the units of texts to embed, behind the prompt of queries or of documents."""
+    encoder = cast(TextEncoder, reader.encoder)
+    return [UnitText([], [encoder.part(ANCHOR if query else POSITIVE, text)]) for text in values]
+
+
+def vectors(found: PartOutputs, dimensions: int | None = None) -> Float32[np.ndarray, "texts D"]:
+    """Return normalized embeddings, of their leading dimensions where a number is given."""
+    rows = found.outputs[:, :dimensions].astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+
+
+def judged(reader: PartReader, query: str, documents: Sequence[str], instruction: str | None = None) -> UnitText:
+    """Return the unit of a query with documents."""
+    return cast(RerankEncoder, reader.encoder).asked(query, list(documents), None, instruction)
+
+
+def relevances(found: PartOutputs) -> Float[np.ndarray, "documents"]:
+    """Return the probabilities that documents are relevant."""
+    return 1 / (1 + np.exp(-found.outputs.astype(np.float64)))

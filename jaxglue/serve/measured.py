@@ -1,0 +1,120 @@
+"""Rows read by a model that answers in one pass: their measures, embeddings, and mined negatives."""
+
+from collections.abc import Iterator, Sequence
+from itertools import batched
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxglue.data.config import parse_source
+from jaxglue.data.files import Row
+from jaxglue.data.questions import TYPES
+from jaxglue.data.readers import read_rows
+from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
+from jaxglue.objectives import calibration
+from jaxglue.objectives.decide import gold_outputs
+from jaxglue.objectives.embed import embed_rows
+from jaxglue.serve.config import EmbedConfig, EvaluateConfig
+
+_CHUNK = 512
+"""Rows that are read at a time."""
+_QUERIES = 256
+
+
+class Measured(NamedTuple):
+    """Measures of rows by name, and the bins of a reliability diagram of decisions."""
+
+    kind: str
+    values: dict[str, float]
+    bins: list[calibration.Bin]
+
+
+def measure_rows(config: EvaluateConfig) -> Measured:
+    """Return the measures of rows with gold answers; decisions at the temperatures fitted in training.
+
+    Raises:
+        ValueError: bad folders, tensors, tokenizer or rows.
+    """
+    rows = list(_rows(config.data, config.columns))
+    if not rows:
+        raise ValueError(f"--data {' '.join(config.data)}: no rows")
+    record = find_record(config) or {"kind": "decide" if "questions" in rows[0].value else "rerank"}
+    if config.system:
+        record = {**record, "system": config.system}
+    reader = PartReader(LoadedModel.load(config), record)
+    found, dataset = reader.read_rows(rows)
+    if reader.kind != "decide":
+        return Measured(reader.kind, reader.objective.measure(found, dataset), [])
+    logits, gold, kinds = gold_outputs(found)
+    fitted = record.get("temperatures", {})
+    temperatures = np.array([float(fitted.get(name, 1.0)) for name in TYPES])
+    log_p = calibration.log_softmax(logits, temperatures[kinds])
+    values = calibration.measures(log_p, gold)
+    before = calibration.measures(calibration.log_softmax(logits), gold)
+    values |= {f"{name}/uncalibrated": before[name] for name in ("nll", "ece")}
+    return Measured("decide", values, calibration.reliability(np.exp(log_p), gold))
+
+
+def embedded_rows(config: EmbedConfig) -> tuple[list[Row], Float32[np.ndarray, "rows D"]]:
+    """Return rows with the embedding of each one's text.
+
+    Raises:
+        ValueError: a model for something else, or a row without a text.
+    """
+    reader, rows = _embedder(config), list(_rows(config.data, ""))
+    for row in rows:
+        if not isinstance(text := row.value.get(config.column), str) or not text.strip():
+            raise ValueError(f"{row.origin}: {config.column!r} must be a text that is not empty; see --column")
+    values = [row.value[config.column] for row in rows]
+    parts = [
+        vectors(reader.read(reader.encode(texts(reader, chunk, query=config.query))), config.dimensions)
+        for chunk in batched(values, _CHUNK)
+    ]
+    return rows, np.concatenate(parts) if parts else np.zeros((0, 0), np.float32)
+
+
+def mined_rows(config: EmbedConfig) -> Iterator[dict[str, Any]]:
+    """Yield rows of pairs with hard negatives: of all rows' positives those most similar to the anchor.
+
+    Positives of an equal anchor are none, nor those that are more similar than the margin allows.
+
+    Raises:
+        ValueError: as `embedded_rows`.
+    """
+    reader, rows = _embedder(config), list(_rows(config.data, ""))
+    found, _ = reader.read_rows(rows)
+    unit = vectors(found, config.dimensions)
+    pairs = embed_rows(found)
+    documents, firsts = np.unique(pairs.positives, return_index=True)
+    named = [_positive(rows[pairs.units[first]].value) for first in firsts]
+    matrix = unit[pairs.positive_rows[firsts]]
+    known: dict[int, set[int]] = {}
+    for anchor, positive in zip(pairs.anchors.tolist(), pairs.positives.tolist(), strict=True):
+        known.setdefault(anchor, set()).add(positive)
+    for start in range(0, len(pairs.units), _QUERIES):
+        scores = unit[pairs.anchor_rows[start : start + _QUERIES]] @ matrix.T
+        for index, row_scores in enumerate(scores, start):
+            own = row_scores[np.searchsorted(documents, pairs.positives[index])]
+            allowed = row_scores <= config.mine_margin * own if own > 0 else row_scores < own
+            order = np.argsort(-row_scores, kind="stable")
+            left_out = known[int(pairs.anchors[index])]
+            chosen = [at for at in order.tolist() if allowed[at] and int(documents[at]) not in left_out][: config.mine]
+            yield {**rows[pairs.units[index]].value, "negative": [named[at] for at in chosen]}
+
+
+def _embedder(config: EmbedConfig) -> PartReader:
+    record = find_record(config)
+    if record.get("kind") != "embed":
+        name = config.adapter or config.folder
+        raise ValueError(f"{name} is no embedding model: train one with jaxglue train --objective embed")
+    return PartReader(LoadedModel.load(config), record)
+
+
+def _rows(names: Sequence[str], columns: str) -> Iterator[Row]:
+    for name in names:
+        yield from read_rows(parse_source(name, rename=columns))
+
+
+def _positive(row: dict[str, Any]) -> str:
+    return str(row["positive"] if row.get("positive") is not None else row["document"])

@@ -1,0 +1,164 @@
+"""Requests that are answered in one pass: a thread packs those of all clients into rows, and reads them together."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxglue.data.read_rows import COLUMNS, UnitText
+from jaxglue.data.store import Encoded
+from jaxglue.generation.reading import LoadedModel, PartReader
+from jaxglue.objectives.reading import PartOutputs
+from jaxglue.serve.service import EndedError, FullError
+
+_TOKENS = 2**17
+"""Tokens that are read together; a request beyond is read alone."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a request's parts give, and its tokens."""
+
+    found: PartOutputs
+    tokens: int
+
+
+@dataclass(eq=False)
+class _Job:
+    reader: PartReader
+    encoded: Encoded
+    done: Callable[[Read | Exception], None]
+
+
+class ReadService:
+    """A thread that reads the parts of requests.
+
+    Args:
+        readers: by what they are for.
+        most: requests in the service at a time.
+    """
+
+    def __init__(self, readers: dict[str, PartReader], *, most: int):
+        self.readers, self._most = readers, most
+        self.failure: str | None = None
+        """Reason for the service's end; None while it runs."""
+        self.length = min(reader.limit for reader in readers.values())
+        """The most tokens of a text."""
+        self._jobs = queue.SimpleQueue[_Job | None]()
+        self._left: list[_Job | None] = []
+        """The job that did not go with those before it."""
+        self._open = 0
+        self._thread = threading.Thread(target=self._serve, name="reading", daemon=True)
+        self._thread.start()
+
+    async def read(self, kind: str, make: Callable[[PartReader], Sequence[UnitText]]) -> Read:
+        """Return what the parts of units give.
+
+        Args:
+            kind: of the reader.
+            make: returns the units; called in a thread.
+
+        Raises:
+            ValueError: units that cannot be read.
+            FullError: too many requests wait.
+            EndedError: an error has ended the service.
+        """
+        if self.failure:
+            raise EndedError(self.failure)
+        if self._open >= self._most:
+            raise FullError
+        loop, reader = asyncio.get_running_loop(), self.readers[kind]
+        result = loop.create_future()
+
+        def done(value: Read | Exception) -> None:
+            loop.call_soon_threadsafe(_settle, result, value)
+
+        self._open += 1
+        try:
+            encoded = await asyncio.to_thread(lambda: reader.encode(make(reader)))
+            self._jobs.put(_Job(reader, encoded, done))
+            if self.failure:  # since the check above: the thread may not have seen the job
+                raise EndedError(self.failure)
+            return await result
+        finally:
+            self._open -= 1
+
+    def close(self) -> None:
+        """End the thread, after what is under way."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (jobs := self._take()) is not None:
+            try:
+                self._run(jobs)
+            except Exception as error:  # of the model or the device: nothing more can be answered
+                self.failure = f"the service has ended: {error}"
+                while not self._jobs.empty():
+                    self._left.append(self._jobs.get())
+                for job in (*jobs, *filter(None, self._left)):
+                    job.done(EndedError(self.failure))
+                raise
+
+    def _take(self) -> list[_Job] | None:
+        """Wait for a job, and take those behind it of the same reader, with as many tokens as are read together."""
+        first = self._left.pop() if self._left else self._jobs.get()
+        if first is None:
+            return None
+        jobs, tokens = [first], len(first.encoded.tokens)
+        while tokens < _TOKENS and not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None or job.reader is not first.reader or tokens + len(job.encoded.tokens) > _TOKENS:
+                self._left.append(job)
+                break
+            jobs.append(job)
+            tokens += len(job.encoded.tokens)
+        return jobs
+
+    def _run(self, jobs: Sequence[_Job]) -> None:
+        found = jobs[0].reader.read(joined([job.encoded for job in jobs]))
+        first = 0
+        for job in jobs:
+            own = (found.units >= first) & (found.units < first + len(job.encoded.lengths))
+            first += len(job.encoded.lengths)
+            values = {name: value[own] for name, value in found.values.items()}
+            part = PartOutputs(found.units[own], found.parts[own], found.outputs[own], values)
+            job.done(Read(part, len(job.encoded.tokens)))
+
+
+def _settle(result: "asyncio.Future[Read]", value: Read | Exception) -> None:
+    if result.done():  # the client has hung up
+        return
+    if isinstance(value, Exception):
+        result.set_exception(value)
+    else:
+        result.set_result(value)
+
+
+def joined(parts: Sequence[Encoded]) -> Encoded:
+    """Return the units of several encodings, one after the other."""
+    columns = {name: np.concatenate([each.columns[name] for each in parts]) for name in COLUMNS}
+    tokens, mask, lengths = (
+        np.concatenate([getattr(each, name) for each in parts]) for name in ("tokens", "mask", "lengths")
+    )
+    return Encoded(tokens, mask, lengths, columns)
+
+
+def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) -> ReadService | None:
+    """Return the thread that reads a model in the ways that its record names, or that any model of text serves.
+
+    One that was not trained to answer in one pass decides, and judges documents, as it is; None where its tokenizer has
+    no tokens for that, and it is for nothing else.
+    """
+    readers = {}
+    for kind in [record["kind"]] if record else ["decide", "rerank"]:
+        try:
+            readers[kind] = PartReader(model, record or {"kind": kind})
+        except ValueError:
+            if record:
+                raise
+    return ReadService(readers, most=most) if readers else None

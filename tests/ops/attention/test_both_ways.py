@@ -1,0 +1,70 @@
+"""Segments whose tokens see those after them, too: outputs and gradients equal attention by a dense mask."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
+from jaxglue.ops.segments import both_ways, pack_segments
+
+LENGTHS, T, N, K, H = [[17, 3, 1, 30], [40, 24]], 64, 2, 1, 16
+
+
+def make_segments():
+    return replace(pack_segments(LENGTHS, seq_len=T), bidirectional=True)
+
+
+def dense_attention(q, k, v, segments, window):
+    """Attend by a mask of equal segments, and of places at most half a window apart."""
+    ids, at = np.asarray(segments.segment_ids), np.arange(T)
+    visible = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
+    if window is not None:
+        visible &= np.abs(at[:, None] - at) <= window // 2
+    scores = jnp.einsum("btnh,bskh->bnts", q, k) * H**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+    weights = jnp.where(visible.any(-1)[:, None, :, None], weights, 0)
+    return jnp.einsum("bnts,bskh->btnh", weights, v)
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(key, (2, T, heads, H)) for key, heads in zip(keys, (N, K, K, N), strict=True))
+
+
+def with_gradients(function, q, k, v, dout):
+    real = jnp.asarray(make_segments().segment_ids > 0)[:, :, None, None]
+    out, vjp = jax.vjp(lambda *x: jnp.where(real, function(*x), 0), q, k, v)
+    return out, *vjp(dout)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_reference_equals_a_dense_mask(window):
+    segments = make_segments()
+    found = with_gradients(partial(packed_attention, segments=segments, window=window), *inputs())
+    wanted = with_gradients(partial(dense_attention, segments=segments, window=window), *inputs())
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "late"), [((16, 16), None, False), ((32, 16), 8, True), repeat((16, 32), 8, False)]
+)
+def test_kernels_equal_a_dense_mask(interpreted_backend, sizes, window, late):
+    segments = jax.tree.map(jnp.asarray, make_segments())
+    tiles = AttentionTiles(block_m=sizes[0], block_n=sizes[1], num_warps=4, num_stages=2, late=late)
+    backend = interpreted_backend(
+        tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
+    )
+    spec = FlashSpec(backend=backend, window=None)
+    bounds = both_ways(segments, window)
+    found = with_gradients(lambda *x: flash_attention(spec, *x, None, bounds), *inputs())
+    wanted = with_gradients(partial(dense_attention, segments=segments, window=window), *inputs())
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)

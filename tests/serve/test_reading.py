@@ -1,0 +1,161 @@
+"""Endpoints that answer in one pass: decisions, embeddings and relevance, of requests that are read together."""
+
+import asyncio
+import base64
+import re
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+from local_client import TestClient
+
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.reading import LoadedModel, PartReader, judged, texts
+from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.reading import ReadService, make_readers
+from jaxglue.serve.server import make_read_app
+
+TEMPERATURES = {"noul": 2.0, "choice": 0.5, "score": 1.0}
+QUESTIONS = {
+    "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now", "false": None}},
+    "color": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "sky", "green": None}},
+    "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "some", "all"]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return LoadedModel.load(AssistantConfig(model=folders[0]))
+
+
+@pytest.fixture(scope="module")
+def service(model):
+    readers = {
+        "decide": PartReader(model, {"kind": "decide", "temperatures": TEMPERATURES}),
+        "rerank": PartReader(model, {"kind": "rerank"}),
+        "embed": PartReader(model, {"kind": "embed", "pooling": "mean", "query_prompt": "ask "}),
+    }
+    service = ReadService(readers, most=8)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def client(service, folders):
+    return TestClient(make_read_app(service, ServeConfig(model=folders[0], name="tiny")))
+
+
+def ask(client, **body):
+    return client.post("/v1/systemone", json={"model": "tiny", "state": "It is red.", **body})
+
+
+def test_system_one_answers_by_id(client):
+    answers = ask(client, questions=QUESTIONS).json()["answers"]
+    assert [*answers] == ["urgent", "color", "many"]
+    assert answers["urgent"].keys() == {"type", "noul"} and 0 < answers["urgent"]["noul"] < 1
+    color = answers["color"]
+    assert [*color["probabilities"]] == ["red", "blue", "green"]
+    assert sum(color["probabilities"].values()) == pytest.approx(1)
+    assert color["confidence"] == max(color["probabilities"].values()) == color["probabilities"][color["choice"]]
+    many = answers["many"]
+    assert many["legend"] == {"0": "none", "1": "some", "2": "all"}
+    assert many["score"] == pytest.approx(many["probabilities"]["1"] + 2 * many["probabilities"]["2"])
+
+
+def test_a_question_alone_and_other_states_beside_it_change_nothing(client, service):
+    together = ask(client, questions=QUESTIONS).json()["answers"]
+    for name, question in QUESTIONS.items():
+        alone = ask(client, questions={name: question}).json()["answers"][name]
+        assert alone == pytest.approx(together[name]) if "noul" in alone else True
+        if "probabilities" in alone:
+            assert alone["probabilities"] == pytest.approx(together[name]["probabilities"], abs=1e-5)
+    found, threads = {}, []
+    for index in range(4):
+
+        def run(index=index):
+            found[index] = ask(client, state=f"state {index} " * (1 + index), questions=QUESTIONS).json()["answers"]
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    again = ask(client, state="state 2 " * 3, questions=QUESTIONS).json()["answers"]
+    assert found[2]["color"]["probabilities"] == pytest.approx(again["color"]["probabilities"], abs=1e-5)
+
+
+def test_openai_decisions_answer_in_order_with_values_of_their_types(client):
+    questions = [
+        {"type": "predicate", "name": "urgent", "instructions": "Is it urgent?"},
+        {"type": "choice", "choices": [{"value": True}, {"value": "true", "description": "the word"}]},
+        {"type": "score", "levels": [{"label": "none"}, {"label": "some"}]},
+    ]
+    body = {"model": "tiny", "input": [{"role": "user", "content": "Help!"}], "questions": questions}
+    answer = client.post("/v1/decisions", json=body).json()
+    first, second, third = answer["answers"]
+    assert first["type"] == "predicate" and first["name"] == "urgent" and 0 < first["probability"] < 1
+    assert [each["value"] for each in second["probabilities"]] == [True, "true"] and second["name"] is None
+    assert [each["value"] for each in third["probabilities"]] == [0, 1]
+    assert answer["usage"]["total_tokens"] == answer["usage"]["input_tokens"] + 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("systemone", {"state": "", "questions": QUESTIONS}, "'state' is missing"),
+        ("systemone", {"state": "x", "questions": {"a": {"type": "pick"}}}, "question 'a': type 'pick' is none"),
+        ("systemone", {"state": "x " * 3000, "questions": QUESTIONS}, "the model reads at most"),
+        ("systemone", {"state": "x", "questions": QUESTIONS, "model": "other"}, "model 'other' is not served"),
+        (
+            "decisions",
+            {"input": "x", "questions": [{"type": "noul"}]},
+            r"questions\[0\]: type must be one of",
+        ),
+        ("decisions", {"input": "x", "questions": []}, "questions must be a list of 1 to 400"),
+        ("embeddings", {"input": [""]}, "not empty"),
+        ("embeddings", {"input": "x", "dimensions": 10_000}, "dimensions"),
+        ("embeddings", {"input": [[10**6]]}, "outside of the vocabulary"),
+        ("rerank", {"query": "x", "documents": ["a", " "]}, r"documents\[1\] must be a text"),
+        ("rerank", {"query": "", "documents": ["a"]}, "query must be a text"),
+        ("chat/completions", {"messages": []}, "is not served"),
+    ],
+)
+def test_bad_requests_are_refused_by_field(client, path, body, message):
+    response = client.post(f"/v1/{path}", json=body)
+    assert response.status_code in (400, 404)
+    assert re.search(message, response.json()["error"]["message"])
+
+
+def test_embeddings_are_normalized_and_truncated_and_come_in_both_encodings(client, service):
+    body = {"model": "tiny", "input": ["red", "blue sky"]}
+    found = client.post("/v1/embeddings", json=body).json()
+    rows = np.array([each["embedding"] for each in found["data"]], np.float32)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-5)
+    coded = client.post("/v1/embeddings", json={**body, "encoding_format": "base64", "dimensions": 8}).json()["data"]
+    short = np.stack([np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in coded])
+    np.testing.assert_allclose(short, rows[:, :8] / np.linalg.norm(rows[:, :8], axis=1, keepdims=True), atol=1e-6)
+    reader = service.readers["embed"]
+    asked = client.post("/v1/embeddings", json={"input": "red", "input_type": "query"}).json()["data"][0]["embedding"]
+    plain = reader.read(reader.encode(texts(reader, ["ask red"]))).outputs[0]
+    np.testing.assert_allclose(asked, plain / np.linalg.norm(plain), atol=1e-5)
+
+
+def test_documents_are_ranked(client):
+    body = {"query": "red", "documents": ["a red car", {"text": "the sky"}, "cats"], "return_documents": True}
+    found = client.post("/v1/rerank", json=body).json()["results"]
+    scores = [each["relevance_score"] for each in found]
+    assert scores == sorted(scores, reverse=True) and {each["index"] for each in found} == {0, 1, 2}
+    assert {each["document"]["text"] for each in found} == {"a red car", "the sky", "cats"}
+    assert len(client.post("/v1/rerank", json={**body, "top_n": 1}).json()["results"]) == 1
+
+
+def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):
+    service = make_readers(model, {}, most=4)
+    assert service is not None and set(service.readers) == {"decide", "rerank"}
+    monkeypatch.setattr(PartReader, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(ValueError, match="the service has ended: division by zero"):
+        asyncio.run(service.read("rerank", lambda reader: [judged(reader, "a", ["b"])]))
+    assert "division" in service.failure

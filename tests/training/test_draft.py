@@ -1,0 +1,122 @@
+"""Runs that train the folder's draft head, beside the model or after it."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from selection import repeats_parts_of
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.hf.merge import export_adapter
+from jaxglue.serve.answers import generate
+from jaxglue.serve.config import GenerateConfig
+from jaxglue.training.train import train
+from tests.draft_folders import add_draft
+from tests.training.test_linear_attention import HYBRID
+
+LONG = SamplingConfig(max_tokens=24, temperature=0.8)
+
+
+@pytest.fixture
+def with_draft(model_folder, request):
+    """Build a TrainConfig as `make_config` for a hybrid whose folder has weights and a drafts' head."""
+    path = model_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | HYBRID))
+    make = request.getfixturevalue("with_weights")
+    return make, add_draft(model_folder)
+
+
+def losses(folder, name="loss"):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_folder, tmp_path):
+    make, published = with_draft
+    train(make(steps=6, output=tmp_path / "plain"))
+    summary = train(make(steps=6, train_draft="with", output=tmp_path / "run"))
+    assert summary.drafts["trained"]["sampled"] > summary.drafts["folder's"]["sampled"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    drafts = losses(tmp_path / "run", "draft_loss")
+    assert len(drafts) == 6 and drafts[-1] < drafts[0] - 0.05
+    adapters = (load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("plain", "run"))
+    first, second = adapters
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name], err_msg=name)
+    trained = load_file(tmp_path / "run/adapter/draft.safetensors")
+    assert trained.keys() == published.keys()
+    linears = {name for name, tensor in published.items() if tensor.ndim == 2}
+    for name, tensor in published.items():
+        assert np.array_equal(trained[name], tensor) == (name not in linears), name
+    export_adapter(tmp_path / "run/adapter", model_folder, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    for name, tensor in trained.items():
+        np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
+    prompts = {
+        "model": str(model_folder),
+        "adapter": tmp_path / "run/adapter",
+        "prompt": ("Hello", "What is 1 plus 2?"),
+    }
+    told = [
+        [
+            (prompt, "".join(answer))
+            for prompt, answer in generate(GenerateConfig(**prompts, drafts=drafts, sampling=LONG))
+        ]
+        for drafts in (0, 2)
+    ]
+    assert told[0] == told[1]
+
+
+@repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
+def test_a_head_learns_after_the_model_with_all_its_weights(with_draft, tmp_path, capsys):
+    make, published = with_draft
+    train(make(steps=6, train_draft="after", draft_method="full", learning_rate=1e-3, output=tmp_path / "run"))
+    trained = load_file(tmp_path / "run/adapter/draft.safetensors")
+    assert not any(np.array_equal(trained[name], tensor) for name, tensor in published.items())
+    shown = capsys.readouterr().out
+    assert "draft head, step 6 of 6" in shown and "accepted by the trained head" in shown
+
+
+@repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
+def test_a_model_trained_whole_has_the_trained_head_in_its_files(with_draft, tmp_path):
+    make, published = with_draft
+    train(make(steps=3, method="full", learning_rate=1e-3, train_draft="with", output=tmp_path / "run"))
+    tensors = load_file(tmp_path / "run/model/model.safetensors")
+    assert not any(np.array_equal(tensors[name], tensor) for name, tensor in published.items())
+
+
+@repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
+def test_a_resumed_run_ends_with_the_head_of_one_without_a_stop(with_draft, tmp_path, monkeypatch):
+    make, _ = with_draft
+    options = {"train_draft": "with", "gradient_accumulation_steps": 2, "save_every": 2}
+    train(make(steps=4, **options, output=tmp_path / "whole"))
+    stopped = make(steps=4, **options, output=tmp_path / "run")
+
+    def stop(*_):
+        raise KeyError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="stopped"):
+        patch.setattr("jaxglue.training.loop._finish", stop)
+        train(stopped)
+    train(make(steps=4, **options, output=tmp_path / "run", resume=True))
+    whole, resumed = (load_file(tmp_path / run / "adapter/draft.safetensors") for run in ("whole", "run"))
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(tensor, resumed[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "dpo"}, "is for --objective sft, not dpo"),
+        ({"embeddings": "host"}, "the draft head reads the embedding"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_head_are_refused(changes, message, with_weights, write_jsonl):
+    if "objective" in changes:
+        changes = {
+            **changes,
+            "data": (write_jsonl([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4, "pairs.jsonl"),),
+        }
+    with pytest.raises(ValueError, match=message):
+        train(with_weights(train_draft="with", **changes))

@@ -1,0 +1,119 @@
+"""Models that answer in one pass, from rows to folders that are measured, embedded and merged."""
+
+import json
+
+import numpy as np
+import pytest
+from selection import thorough
+
+from jaxglue import evaluate, export, train
+from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
+from jaxglue.serve.config import EmbedConfig
+from jaxglue.serve.measured import embedded_rows, mined_rows
+
+QUESTIONS = {
+    "good": {"type": "noul", "instructions": "Was it good?"},
+    "day": {"type": "choice", "criteria": {"one": None, "two": None, "three": None}},
+}
+
+
+def decisions(count):
+    return [
+        {
+            "state": f"day {i % 3} was {'good' if i % 2 else 'bad'}",
+            "questions": QUESTIONS,
+            "gold": {"good": {"noul": 0.9 if i % 2 else 0.1}, "day": {"label": ("one", "two", "three")[i % 3]}},
+        }
+        for i in range(count)
+    ]
+
+
+def read_metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval_loss" in line][-1]
+
+
+def test_decisions_are_trained_calibrated_and_measured(with_weights, write_jsonl, tmp_path):
+    data, held_out = write_jsonl(decisions(24)), write_jsonl(decisions(18), "held_out.jsonl")
+    settings = {"objective": "decide", "data": (data,), "eval_data": (held_out,), "steps": 4, "learning_rate": 1e-2}
+    summary = train(with_weights(**settings, permute_options=True, seq_len=256))
+    values = read_metrics(tmp_path / "run")
+    assert {"eval_accuracy", "eval_ece", "eval_ece/calibrated", "eval_nll/choice", "eval_order/flips"} <= values.keys()
+    record = json.loads((summary.adapter / "one_pass.json").read_text())
+    assert record["kind"] == "decide" and set(record["temperatures"]) == {"noul", "choice", "score"}
+    assert record["held_out"]["nll"] == pytest.approx(values["eval_nll"], rel=1e-5)
+    assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
+    found = evaluate(adapter=summary.adapter, data=[held_out])
+    assert found["nll/uncalibrated"] == pytest.approx(values["eval_nll"], rel=1e-4)
+    assert found["nll"] != found["nll/uncalibrated"]
+
+
+@thorough("objectives/test_embed.py")
+def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_jsonl, tmp_path):
+    rows = [
+        {"query": f"where is {i}", "positive": f"box {i} is here", "negative": [f"box {i + 1} is there"]}
+        for i in range(24)
+    ]
+    data, held_out = write_jsonl(rows[:16]), write_jsonl(rows[16:], "held_out.jsonl")
+    settings = {"objective": "embed", "data": (data,), "eval_data": (held_out,), "steps": 3, "documents_per_step": 8}
+    asked = {"pooling": "mean", "bidirectional": True, "query_prompt": "find ", "matryoshka_dims": (8,)}
+    summary = train(with_weights(**settings, **asked, max_text_length=16))
+    assert {"eval_ndcg@10", "eval_mrr@10", "eval_recall@1"} <= read_metrics(tmp_path / "run").keys()
+    merged = export(adapter=summary.adapter, output=tmp_path / "merged")
+    assert json.loads((merged / "config.json").read_text())["is_causal"] is False
+    assert [each["type"].rpartition(".")[2] for each in json.loads((merged / "modules.json").read_text())] == [
+        "Transformer",
+        "Pooling",
+        "Normalize",
+    ]
+    (merged / "one_pass.json").unlink()  # the files of sentence-transformers say the same
+    found = {}
+    for name, config in (("adapter", {"adapter": summary.adapter}), ("merged", {"model": merged})):
+        config = AssistantConfig(**config)
+        reader = PartReader(LoadedModel.load(config), find_record(config))
+        found[name] = vectors(reader.read(reader.encode(texts(reader, ["box 3 is here", "x " * 40], query=True))))
+    np.testing.assert_allclose(found["adapter"], found["merged"], atol=2e-3)
+    plain = write_jsonl([{"text": "box 3"}, {"text": "box 4"}], "texts.jsonl")
+    _, embedded = embedded_rows(EmbedConfig(model=merged, data=(plain,), dimensions=8))
+    np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), 1, rtol=1e-5)
+    mined = list(
+        mined_rows(EmbedConfig(model=merged, data=(held_out,), mine=2, output=tmp_path / "m.jsonl", mine_margin=1))
+    )
+    assert len(mined) == 8 and all(row["positive"] not in row["negative"] for row in mined)
+
+
+@thorough("objectives/test_rerank.py")
+@pytest.mark.parametrize(("objective", "loss"), [("rerank", "listwise"), ("rerank_score", "pairwise")])
+def test_rerankers_are_trained_and_measured(with_weights, write_jsonl, tmp_path, objective, loss):
+    rows = [{"query": f"find {i}", "positive": f"box {i}", "negative": [f"box {i + 1}", f"bag {i}"]} for i in range(16)]
+    data, held_out = write_jsonl(rows[:12]), write_jsonl(rows[12:], "held_out.jsonl")
+    settings = {"objective": objective, "rerank_loss": loss, "data": (data,), "eval_data": (held_out,), "steps": 3}
+    summary = train(with_weights(**settings, seq_len=256))
+    values = read_metrics(tmp_path / "run")
+    found = evaluate(adapter=summary.adapter, data=[held_out])
+    assert found["ndcg@10"] == pytest.approx(values["eval_ndcg@10"])
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "message"),
+    [
+        ("embed", {"query": "a", "positive": "b", "negative": "b"}, "a negative is equal to the positive"),
+        ("embed", {"query": "a", "positive": " "}, "'positive' must be a text, got an empty text"),
+        ("embed", {"query": "a"}, "a row of texts needs"),
+        ("rerank", {"query": "a", "documents": ["b", ""], "labels": [1, 0]}, "document 2 is empty"),
+        ("rerank", {"query": "a", "positive": "b", "negative": ["b"]}, "a negative is equal to the positive"),
+        ("rerank", {"query": "a", "documents": ["b", "c"], "labels": [1]}, "'labels' must be a list of 2 numbers"),
+        ("rerank", {"query": "a", "document": "b", "label": 2}, "a label is 2, expected 0 to 1"),
+        ("decide", {"state": "a", "questions": QUESTIONS, "gold": {}}, "question 'good': no gold answer"),
+    ],
+)
+def test_bad_rows_are_named_before_training(with_weights, write_jsonl, objective, row, message):
+    good = {
+        "embed": {"query": "a", "positive": "c"},
+        "rerank": {"query": "a", "document": "c", "label": 1},
+        "decide": decisions(1)[0],
+    }[objective]
+    path = write_jsonl([good, row], "rows.jsonl")
+    with pytest.raises(ValueError, match=rf"rows.jsonl:2: .*{message}"):
+        train(with_weights(objective=objective, data=(path,), steps=1))
