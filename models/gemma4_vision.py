@@ -194,7 +194,9 @@ class Gemma4Vision(Vision):
         W, std = config.width, config.initializer_range
         linear = partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
         table = jax.random.normal(rngs.params(), (2, config.positions, W), dtype) * std
+        stored = {"std_bias": Buffer(jnp.zeros(W, dtype)), "std_scale": Buffer(jnp.ones(W, dtype))}
         self.vision_tower = Group(
+            **stored if config.standardized else {},
             patch_embedder=Group(
                 input_proj=linear(3 * config.patch**2, W),
                 position_embedding_table=nnx.Param(table),
@@ -202,8 +204,6 @@ class Gemma4Vision(Vision):
             encoder=Group(layers=nnx.List([Gemma4Block(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)])),
         )
         if config.standardized:
-            self.vision_tower.std_bias = Buffer(jnp.zeros(W, dtype))
-            self.vision_tower.std_scale = Buffer(jnp.ones(W, dtype))
         self.embed_vision = Group(embedding_projection=linear(W, width))
         self.config: Gemma4TowerConfig = config
 

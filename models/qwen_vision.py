@@ -30,7 +30,11 @@ _SIZES = {
     "frames": ("temporal_patch_size", 2),
     "positions": ("num_position_embeddings", 2304),
 }
-_SECTIONS = {"qwen3_vl": (24, 20, 20), "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
+_SECTIONS: dict[str, tuple[int, int, int]] = {
+    "qwen3_vl": (24, 20, 20),
+    "qwen3_5": (11, 11, 10),
+    "qwen3_5_moe": (11, 11, 10),
+}
 """Frequencies of the text that turn with time, height and width, where config.json does not say."""
 
 
@@ -43,7 +47,7 @@ class QwenTowerConfig(TowerConfig):
     positions: int = 2304
     """Learned positions, a square."""
     theta: float = _THETA
-    sections: tuple[int, ...] = _SECTIONS["qwen3_5"]
+    sections: tuple[int, int, int] = _SECTIONS["qwen3_5"]
     """Frequencies of the text that turn with time, height and width, where its own settings do not say."""
     deepstack: tuple[int, ...] = ()
     """Blocks after each of which the patches are merged to features of a layer of the text."""

@@ -144,7 +144,7 @@ class AnswerDataset(TokenDataset):
 
     def most_features(self, members: Sequence[Int[np.ndarray, "documents"]]) -> int:
         """See `TokenDataset.most_features`; each answer may have a copy of its prompt."""
-        return super().most_features(members) * self.segments_per_document
+        return super().most_features(members) * (1 if self.task.shared_prompt else 2)
 
     def _by_slot(self, values: Float32[np.ndarray, "units"], members: list[np.ndarray], slots: int) -> Any:
         """Return each unit's value in its place in the rows; 0 for unused slots."""
