@@ -203,7 +203,6 @@ class Gemma4Vision(Vision):
             ),
             encoder=Group(layers=nnx.List([Gemma4Block(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)])),
         )
-        if config.standardized:
         self.embed_vision = Group(embedding_projection=linear(W, width))
         self.config: Gemma4TowerConfig = config
 

@@ -111,7 +111,7 @@ class TensorFiles:
 
     def take(self, names: Iterable[str]) -> None:
         """Make tensors of parts around the text model, such as a vision tower's, tensors of the model."""
-        if not isinstance(self.names, TensorNames):
+        if self.names is None:
             return
         for name in names:
             if name not in self.tensors and (info := self.others.pop(self.names.stored(name), None)):
