@@ -54,7 +54,7 @@ class Gemma4TowerConfig(TowerConfig):
     standardized: bool = False
     """Pooled patches are shifted and scaled by stored vectors."""
     bidirectional: bool = False
-    """An image's tokens see later ones of it in layers with a window."""
+    """An image's tokens see later ones of it."""
 
     norm = _NORM
     bias = False
@@ -82,6 +82,11 @@ class Gemma4PatchesConfig(Gemma4TowerConfig):
     """Shape of the projection of patches, which has no blocks."""
 
     roots = ("vision_embedder", "embed_vision")
+
+    @property
+    def spans(self) -> Literal["none", "windows", "all"]:
+        """See `TowerConfig`."""
+        return "all" if self.bidirectional else "none"
 
     def make(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs) -> Vision:
         """See `TowerConfig`."""
@@ -127,7 +132,8 @@ def with_patches(raw: Mapping[str, Any], config: DecoderConfig, settings: Mappin
 
 def is_bidirectional(raw: Mapping[str, Any]) -> bool:
     """Tell whether an image's tokens see later ones of it."""
-    return (raw.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+    default = "vision" if raw.get("model_type") == "gemma4_unified" else None
+    return (raw.get("text_config") or {}).get("use_bidirectional_attention", default) == "vision"
 
 
 class ClippedLinear(nnx.Module):

@@ -349,12 +349,13 @@ class BudgetProcessor(Processor):
             raise ValueError(f"{given}: images of this model take {', '.join(map(str, _BUDGETS))} tokens at most")
         patch, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
         projects = raw.get("model_type") == "gemma4_unified"
+        sees = text.get("use_bidirectional_attention", "vision" if projects else None) == "vision"
         return cls(
             patch=patch * merge if projects else patch,
             merge=1 if projects else merge,
             resample=BICUBIC if settings.get("resample") is None else settings["resample"],
             max_tokens=budget,
-            bidirectional=text.get("use_bidirectional_attention") == "vision",
+            bidirectional=sees,
             stand_in=text.get("pad_token_id") or 0,
         )
 
