@@ -6,7 +6,6 @@ from typing import Any
 from jaxglue.models import gemma4
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, register
-from jaxglue.models.gemma4_vision import with_patches
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _DEFAULTS = {"max_position_embeddings": 262_144, "sliding_window": 1024}
@@ -32,7 +31,6 @@ wrap(
         model_type="gemma4_unified",
         text_types=("gemma4_unified_text",),
         others=("vision_embedder.", "embed_vision.", "embed_audio."),
-        tower=with_patches,
         tied=True,
         defaults=gemma4.SIZES,
     )

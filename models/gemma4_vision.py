@@ -1,4 +1,4 @@
-"""Gemma 4's vision tower, and the projected patches that its 12B model has in place of one."""
+"""Gemma 4's vision tower: sandwiched norms, stored bounds, rotation by columns and rows, and pooled patches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ from jaxglue.models.residual import Norm
 from jaxglue.models.tower import Angles, Group, Vision, tower_context
 from jaxglue.models.tower_config import TowerConfig, tower_sizes
 from jaxglue.ops.attention import packed_attention
-from jaxglue.ops.norm_rope import LAYER_NORM, NormStyle, reference_norm
+from jaxglue.ops.norm_rope import NormStyle, reference_norm
 from jaxglue.ops.rope import apply_rope
 from jaxglue.ops.rows import take_rows
 from jaxglue.vision.rows import Patches
 
 _NORM = NormStyle(rounds_first=False)
-_PATCH_EPS = 1e-5
 _TOWER = {
     "width": ("hidden_size", 768),
     "layers": ("num_hidden_layers", 16),
@@ -33,12 +32,6 @@ _TOWER = {
     "patch": ("patch_size", 16),
     "merge": ("pooling_kernel_size", 3),
     "positions": ("position_embedding_size", 10_240),
-}
-_PATCHES = {
-    "width": ("mm_embed_dim", 3840),
-    "patch": ("patch_size", 16),
-    "merge": ("pooling_kernel_size", 3),
-    "positions": ("mm_posemb_size", 1120),
 }
 
 
@@ -77,22 +70,6 @@ class Gemma4TowerConfig(TowerConfig):
         return super().initial(name, spec)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma4PatchesConfig(Gemma4TowerConfig):
-    """Shape of the projection of patches, which has no blocks."""
-
-    roots = ("vision_embedder", "embed_vision")
-
-    @property
-    def spans(self) -> Literal["none", "windows", "all"]:
-        """See `TowerConfig`."""
-        return "all" if self.bidirectional else "none"
-
-    def make(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs) -> Vision:
-        """See `TowerConfig`."""
-        return Gemma4Patches(self, config.hidden_size, dtype=dtype, rngs=rngs)
-
-
 def with_tower(raw: Mapping[str, Any], config: DecoderConfig, settings: Mapping[str, Any]) -> DecoderConfig:
     """Return the architecture with the tower of a config.json; raise ValueError for what is not supported."""
     vision = raw["vision_config"]
@@ -117,23 +94,9 @@ def with_tower(raw: Mapping[str, Any], config: DecoderConfig, settings: Mapping[
     return tower.within(config)
 
 
-def with_patches(raw: Mapping[str, Any], config: DecoderConfig, settings: Mapping[str, Any]) -> DecoderConfig:
-    """Return the architecture with the projected patches of a config.json; errors as of `with_tower`."""
-    vision = raw["vision_config"]
-    if settings.get("trains", "none") != "none":
-        raise ValueError("the projection of this model's patches stays frozen: leave out --train-vision")
-    sizes = tower_sizes({**vision, "heads": 1}, {**_PATCHES, "heads": ("heads", 1)})
-    patch = sizes["patch"] * sizes.pop("merge")
-    own = {**settings, "mean": (0.0,) * 3, "std": (1.0,) * 3}
-    shape = {**sizes, "patch": patch, "merge": 1, "layers": 0, "intermediate": 0}
-    eps = vision.get("rms_norm_eps") or 1e-6
-    return Gemma4PatchesConfig(**shape, eps=eps, bidirectional=is_bidirectional(raw), **own).within(config)
-
-
 def is_bidirectional(raw: Mapping[str, Any]) -> bool:
     """Tell whether an image's tokens see later ones of it."""
-    default = "vision" if raw.get("model_type") == "gemma4_unified" else None
-    return (raw.get("text_config") or {}).get("use_bidirectional_attention", default) == "vision"
+    return (raw.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
 
 
 class ClippedLinear(nnx.Module):
@@ -229,35 +192,6 @@ class Gemma4Vision(Vision):
             shift, scale = (stored[...].astype(jnp.float32) for stored in (tower.std_bias, tower.std_scale))
             pooled = (pooled - shift) * scale
         return project(self.embed_vision, pooled.astype(dtype), config.eps, context)
-
-
-class Gemma4Patches(Vision):
-    """Norms of patches, their projection and positions, and the projector."""
-
-    def __init__(self, config: Gemma4TowerConfig, width: int, *, dtype: Any, rngs: nnx.Rngs):
-        W, C, std = config.width, 3 * config.patch**2, config.initializer_range
-        norm = partial(Norm, eps=_PATCH_EPS, style=LAYER_NORM, dtype=dtype)
-        linear = partial(Linear, std=std, dtype=dtype, rngs=rngs)
-        table = jax.random.normal(rngs.params(), (config.positions, 2, W), dtype) * std
-        self.vision_embedder = Group(
-            patch_ln1=norm(C),
-            patch_dense=linear(C, W, bias=True),
-            patch_ln2=norm(W),
-            pos_embedding=nnx.Param(table),
-            pos_norm=norm(W),
-        )
-        self.embed_vision = Group(embedding_projection=linear(W, width, bias=False))
-        self.config: Gemma4TowerConfig = config
-
-    def __call__(self, patches: Patches, dtype: Any, *, backend: str = "auto") -> Float[Array, "B I D"]:
-        """See `Vision`."""
-        embedder, context = self.vision_embedder, tower_context(patches, backend)
-        x = embedder.patch_ln1(self.pixels(patches).astype(dtype))
-        x = embedder.patch_ln2(embedder.patch_dense(x, context))
-        table = embedder.pos_embedding[...]
-        positions = (take_rows(table[:, axis], patches.places[..., 1 - axis]) for axis in (0, 1))  # columns first
-        x = embedder.pos_norm(x + sum(positions, jnp.zeros((), dtype)).astype(dtype))
-        return project(self.embed_vision, x, self.config.eps, context)
 
 
 def project(projector: Group, x: Float[Array, "B I W"], eps: float, context: PackedContext) -> Float[Array, "B I D"]:

@@ -348,14 +348,12 @@ class BudgetProcessor(Processor):
             given = f"--image-max-tokens {max_tokens}" if max_tokens is not None else f"max_soft_tokens {budget!r:.60}"
             raise ValueError(f"{given}: images of this model take {', '.join(map(str, _BUDGETS))} tokens at most")
         patch, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
-        projects = raw.get("model_type") == "gemma4_unified"
-        sees = text.get("use_bidirectional_attention", "vision" if projects else None) == "vision"
         return cls(
-            patch=patch * merge if projects else patch,
-            merge=1 if projects else merge,
+            patch=patch,
+            merge=merge,
             resample=BICUBIC if settings.get("resample") is None else settings["resample"],
             max_tokens=budget,
-            bidirectional=sees,
+            bidirectional=text.get("use_bidirectional_attention") == "vision",
             stand_in=text.get("pad_token_id") or 0,
         )
 
@@ -380,7 +378,6 @@ class BudgetProcessor(Processor):
         return f"{self.begin}{self.token * self.tokens(grid)}{self.end}"
 
 
-for _model_type in ("gemma4", "gemma4_unified"):
-    PROCESSORS.add(_model_type, BudgetProcessor)
+PROCESSORS.add("gemma4", BudgetProcessor)
 PROCESSORS.add("gemma3", SquareProcessor)
 PROCESSORS.add("mistral3", EdgeProcessor)

@@ -10,7 +10,6 @@ patches of each image. Documents run alone: transformers packs some families' im
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -81,9 +80,6 @@ GEMMA4_TOWER = {
     **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
     **{"intermediate_size": 24, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32},
 }
-GEMMA4_PATCHES = {
-    **{"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 12, "mm_posemb_size": 32, "output_proj_dims": 12},
-}
 GEMMA4_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END, "audio_config": None}
 GEMMA4_TOKENS |= {"video_token_id": BREAK, "audio_token_id": None}
 MODELS = {
@@ -95,7 +91,6 @@ MODELS = {
         **{"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_TOWER | {"standardize": True}},
         **GEMMA4_TOKENS,
     },
-    "gemma4_unified": {"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_PATCHES, **GEMMA4_TOKENS},
     "gemma3": {
         **{"text_config": GEMMA, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
         **{"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END},
@@ -117,7 +112,7 @@ DOCUMENTS = {
 }
 """Texts, by their tokens, and images, by their patches."""
 ALIKE = {
-    **{"gemma4": "qwen3_5", "gemma4_wide": "qwen3_5", "gemma4_unified": "qwen3_5"},
+    **{"gemma4": "qwen3_5", "gemma4_wide": "qwen3_5"},
     "qwen3_5_moe": "qwen3_5",
     "qwen3_vl": "qwen3_5",
     "mistral3": "qwen3_5",
@@ -146,8 +141,6 @@ def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
 def image_tokens(name: str, grid: tuple[int, int]) -> list[int]:
     """Return the tokens of an image; of Mistral's, another one ends each row but the last."""
     rows, columns = grid[0] // 2, grid[1] // 2
-    if name == "gemma4_unified":  # whose patches are not merged
-        return [IMAGE] * (grid[0] * grid[1])
     if name != "mistral3":
         return [IMAGE] * (rows * columns)
     return ([IMAGE] * columns + [BREAK]) * (rows - 1) + [IMAGE] * columns
@@ -177,23 +170,21 @@ def qwen_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
     }
 
 
-def gemma4_inputs(name: str, images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
-    """Return values and places of patches, padded to the most; of larger ones, the patches of Gemma 4's 12B model."""
+def gemma4_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
+    """Return values and places of patches, padded to the most."""
     most = max(len(image) for image in images)
     values = np.zeros((len(images), most, images[0].shape[1]), np.float32)
     places = np.full((len(images), most, 2), -1)
     for target, place, image, (rows, columns) in zip(values, places, images, grids, strict=True):
         target[: len(image)] = image / 255
-        row, column = np.indices((rows, columns))
-        if name != "gemma4_unified":  # in the order of merged ones
-            row, column = (x.reshape(rows // 2, 2, columns // 2, 2).transpose(0, 2, 1, 3) for x in (row, column))
-        place[: len(image)] = np.stack([column.ravel(), row.ravel()], -1)
+        indices = np.indices((rows, columns)).reshape(2, rows // 2, 2, columns // 2, 2)
+        row, column = indices.transpose(0, 1, 3, 2, 4).reshape(2, -1)  # in the order of merged ones
+        place[: len(image)] = np.stack([column, row], -1)
     return {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
 
 
 def our_name(name: str) -> str:
     """Return a parameter's name here."""
-    name = re.sub(r"embed_vision\.(patch_|pos_)", r"vision_embedder.\1", name).replace(".multimodal_embedder.", ".")
     return text_name(name.replace("model.language_model.", "model."))
 
 
@@ -212,7 +203,7 @@ def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
 
 def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean loss of the documents' next tokens, and logits, with images numbered from one."""
-    patch = config.vision_config.patch_size * (2 if name == "gemma4_unified" else 1)
+    patch = config.vision_config.patch_size
     logits, total, targets, count = [], 0.0, 0, first_image
     for tokens, grids in documents(name):
         ids = torch.tensor([tokens])
@@ -222,7 +213,7 @@ def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tenso
         if grids and name.startswith("qwen"):
             inputs = qwen_inputs(images, grids)
         elif grids and name.startswith("gemma4"):
-            inputs = gemma4_inputs(name, images, grids)
+            inputs = gemma4_inputs(images, grids)
         elif grids:
             inputs = square_inputs(images, grids, patch)
         types = (ids == IMAGE).int()

@@ -61,5 +61,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ("qwen3_5", "qwen3_vl", "gemma3", "mistral3"):
+    for name in sys.argv[1:] or ("qwen3_vl", "gemma3", "mistral3"):
         make(name)

@@ -162,10 +162,9 @@ def test_records_tell_a_changed_file(tmp_path, processor):
         records.read(0)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
 @pytest.mark.parametrize(("size", "budget"), [((300, 500), 280), ((8, 8), 70), ((1999, 40), 280), ((1500, 1200), 1120)])
-def test_gemma4s_patches_are_those_of_transformers(tmp_path, model_type, size, budget):
-    raw = {"model_type": model_type, "vision_config": {"patch_size": 16, "pooling_kernel_size": 3}}
+def test_gemma4s_patches_are_those_of_transformers(tmp_path, size, budget):
+    raw = {"model_type": "gemma4", "vision_config": {"patch_size": 16, "pooling_kernel_size": 3}}
     processor, image = read_processor(tmp_path, raw, budget), picture(*size)
     made = Gemma4ImageProcessorPil(max_soft_tokens=budget)(images=[image], return_tensors="np")
     grid = processor.grid(*size[::-1])
@@ -174,13 +173,8 @@ def test_gemma4s_patches_are_those_of_transformers(tmp_path, model_type, size, b
     places = processor.places(grid)
     expected = made["pixel_values"][0][: processor.tokens(grid) * 9].reshape(-1, 16, 16, 3)
     columns = made["image_position_ids"][0][:, 0].max() + 1
-    if model_type == "gemma4":
-        order = places[:, 0] * columns + places[:, 1]
-        np.testing.assert_allclose(patches, expected[order].reshape(patches.shape), rtol=0, atol=1e-6)
-    else:  # whose patches are squares of nine
-        whole = expected.reshape(-1, columns, 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(-1, columns * 16, 3)
-        for patch, (row, column) in zip(patches.reshape(-1, 48, 48, 3), places[:, :2] * 48, strict=True):
-            np.testing.assert_allclose(patch, whole[row : row + 48, column : column + 48], rtol=0, atol=1e-6)
+    order = places[:, 0] * columns + places[:, 1]
+    np.testing.assert_allclose(patches, expected[order].reshape(patches.shape), rtol=0, atol=1e-6)
 
 
 def test_gemma4s_limits_are_its_budgets(tmp_path):
