@@ -204,7 +204,8 @@ def negatives(args: argparse.Namespace) -> dict[str, Any]:
         logits = 20 * jnp.matmul(unit[::2], unit[1::2].T, precision="highest")
         return -jnp.diag(jax.nn.log_softmax(logits)).sum()
 
-    few = embeddings[:1024] + 3 * jnp.repeat(embeddings[1024:1536], 2, axis=0)
+    near = jnp.repeat(jax.random.normal(jax.random.key(1), (512, width)), 2, axis=0)
+    few = embeddings[:1024] + 3 * near
     wanted = jax.grad(plain)(few)
     found = gradient(few, jax.tree.map(lambda x: x[:1024], texts), 512)
     return {

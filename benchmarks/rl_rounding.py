@@ -85,27 +85,27 @@ def output_of(model) -> jax.Array:
 
 def norm(model, x, context):
     layer = model.layers[0]
-    return layer.norm(layer.norms.before_attention).fork(x, layer.mixer.inputs, context)[1]
+    return layer.norm_named(layer.norms.before_attention).fork(x, layer.token_mixer.inputs, context)[1]
 
 
 def projected(model, normed, context):
     layer = model.layers[0]
-    out = adapted_projection(copied(normed), layer.mixer.inputs, context)
-    return tuple(y.reshape(*y.shape[:2], -1, layer.mixer.head_dim) for y in out)
+    out = adapted_projection(copied(normed), layer.token_mixer.inputs, context)
+    return tuple(y.reshape(*y.shape[:2], -1, layer.token_mixer.head_dim) for y in out)
 
 
 def rotated(model, q, k, context):
-    mixer = model.layers[0].mixer
+    mixer = model.layers[0].token_mixer
     return context.rotate(q, k, mixer.rotary, mixer.head_norms, mixer.query_factor)
 
 
 def attention_output(model, x, attended, context):
-    return x + model.layers[0].mixer.output(attended, None, context)
+    return x + model.layers[0].token_mixer.output(attended, None, context)
 
 
 def fed_forward(model, x, context):
     layer = model.layers[0]
-    normed = layer.norm(layer.norms.before_mlp).fork(x, layer.ffn.inputs, context)[1]
+    normed = layer.norm_named(layer.norms.before_mlp).fork(x, layer.ffn.inputs, context)[1]
     return x + layer.ffn(normed, context)
 
 
@@ -162,7 +162,7 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     def run(function: Callable, *arguments: Any) -> Any:
         return layer.run(function, *arguments, training=False)
 
-    mixer_of = lambda model: model.layers[0].mixer  # noqa: E731
+    mixer_of = lambda model: model.layers[0].token_mixer  # noqa: E731
     found: dict[str, Any] = {"norm": run(lambda model, x: norm(model, x, decoding()), few["x"])}
     found["q"], found["k"], found["v"] = run(lambda model, x: projected(model, x, decoding()), few["norm"])
 
@@ -190,7 +190,7 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
 
 def formulas(layer: Layer, known: dict[str, Any], few: dict[str, Any], last: np.ndarray) -> list[dict[str, str]]:
     """Compare both sides' keys with sums of float64 that are rounded in several places."""
-    part = nnx.merge(layer.graphdef, layer.state).layers[0].mixer.inputs[1]
+    part = nnx.merge(layer.graphdef, layer.state).layers[0].token_mixer.inputs[1]
     exact = lambda array: np.asarray(jnp.asarray(array).astype(jnp.float32), np.float64)  # noqa: E731
     rounded = lambda array: exact(jnp.asarray(array, jnp.float32).astype(jnp.bfloat16))  # noqa: E731
     x = exact(known["norm"][0, last])

@@ -108,6 +108,15 @@ ROWS = {
     "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
+    "granite-4-h-tiny": Row(shape="granite-4-h-tiny", peer_memory=True),
+    "granite-4-h-tiny, memory free": Row(shape="granite-4-h-tiny", engines=("ours",)),
+    "nemotron-3-nano": Row(shape="nemotron-3-nano", memory_limit=75.0, engines=("ours",), steps=6),
+    "nemotron-3-nano FP8": Row(shape="nemotron-3-nano", matmul="fp8", memory_limit=75.0, engines=("ours",), steps=6),
+    "nemotron-3-nano NF4, 24 GiB": Row(
+        shape="nemotron-3-nano", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6
+    ),
+    "tiny Granite 4": Row(shape="tiny-granite-4", tokens=1024, checkpointing="none", engines=("ours",)),
+    "tiny Nemotron NF4": Row(shape="tiny-nemotron", tokens=1024, quantize="nf4", engines=("ours",)),
     "qwen3-8b, 2,048 tokens": Row(shape="qwen3-8b", tokens=2048, engines=("ours",), steps=30),
     **{
         f"qwen3-8b, {tokens:,} tokens, served as {kind}": Row(

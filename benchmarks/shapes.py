@@ -33,6 +33,20 @@ _LFM2 = {
     **{"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     **{"max_position_embeddings": 128_000, "tie_word_embeddings": True},
 }
+_GRANITE_4 = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 100352},
+    **{"num_hidden_layers": 40, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2},
+    **{"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22},
+    **{"position_embedding_type": "nope", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    **{"hidden_act": "silu", "tie_word_embeddings": True},
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+}
+_NEMOTRON = {
+    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072},
+    **{"num_key_value_heads": 2, "head_dim": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+    **{"num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5},
+    **{"max_position_embeddings": 262144, "tie_word_embeddings": False},
+}
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -359,6 +373,34 @@ SHAPES = {
         linear_key_head_dim=64,
         linear_value_head_dim=64,
     ),
+    "granite-4-h-tiny": {
+        **{**_GRANITE_4, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4},
+        **{"mamba_n_heads": 48, "num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512},
+        **{"shared_intermediate_size": 1024, "logits_scaling": 6.0},
+    },
+    "granite-4-h-small": {
+        **{**_GRANITE_4, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"mamba_n_heads": 128, "num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768},
+        **{"shared_intermediate_size": 1536, "logits_scaling": 16.0},
+    },
+    "nemotron-3-nano": {
+        **{**_NEMOTRON, "hidden_size": 2688, "num_attention_heads": 32, "mamba_num_heads": 64},
+        **{"n_routed_experts": 128, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+        **{"num_hidden_layers": 52, "intermediate_size": 1856},
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    },
+    "tiny-granite-4": {
+        **{**_GRANITE_4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
+        **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 64, "num_hidden_layers": 2},
+        "layer_types": ["mamba", "attention"],
+    },
+    "tiny-nemotron": {
+        **{**_NEMOTRON, "hidden_size": 64, "num_attention_heads": 4, "mamba_num_heads": 4, "vocab_size": 512},
+        **{"mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "head_dim": 32, "n_routed_experts": 8},
+        **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": 4},
+        **{"intermediate_size": 64, "num_experts_per_tok": 2, "hybrid_override_pattern": "ME*E"},
+    },
     "lfm2-1.2b": _shape(_LFM2, 2048, 12288, 16, 32),
     "tiny-lfm2": _shape(
         {**_LFM2, "full_attn_idxs": [2]}, 128, 256, 3, 4, num_key_value_heads=2, vocab_size=2048, block_multiple_of=64

@@ -45,6 +45,8 @@ class MoeConfig:
     """Groups of experts, from some of which alone a token chooses."""
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the weights of routed experts."""
+    latent_size: int = field(default=0, repr=False)
+    """Width of the experts' inputs and outputs, between two projections; 0 for the model's."""
 
     def __post_init__(self) -> None:
         count, kept = self.groups
@@ -120,6 +122,11 @@ class Mixer:
     def make(self, config: "DecoderConfig", parts: Any, kind: "LayerKind", *, dtype: Any, rngs: nnx.Rngs) -> Any:
         """Return its module; None for the layer's own attention."""
         raise NotImplementedError
+
+    @property
+    def attends(self) -> bool:
+        """Return whether queries see the keys of tokens before."""
+        return not self.recurrent
 
     def weights(self, config: "DecoderConfig", kind: "LayerKind") -> int:
         """Return the number of weights that a token is multiplied with."""
@@ -425,7 +432,7 @@ class DecoderConfig:
     @property
     def value_dim(self) -> int:
         """Return the size of values of attention where a head of keys has `head_dim`."""
-        mixer = next((mixer for mixer in self.mixers if not mixer.recurrent), ATTENTION)
+        mixer = next((mixer for mixer in self.mixers if mixer.attends), ATTENTION)
         return mixer.attended(self.num_attention_heads, self.head_dim)[1]
 
     @property

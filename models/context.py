@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from jaxglue.ops.attention import packed_attention, rotated_attention
 from jaxglue.ops.delta_rule import DeltaHeads, causal_convolution, gated_delta_rule
 from jaxglue.ops.moe import Routing
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.recurrence import Recurrence, recur
 from jaxglue.ops.rope import RopeTables, Rotary
@@ -157,7 +158,9 @@ class PackedContext:
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "B T *O"]:
         """Compute a recurrence of the layer's own within each segment."""
-        return recur(recurrence, self.segments, *values) if self.attention_out is None else self.attention_out
+        if self.attention_out is not None and recurrence.name == ATTENTION_OUT:
+            return self.attention_out
+        return recur(recurrence, self.segments, *values)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

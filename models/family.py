@@ -33,6 +33,7 @@ class ModuleNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = "gate_up_proj"
 
 
 NAMES = ModuleNames()

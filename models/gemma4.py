@@ -94,7 +94,7 @@ class Gemma4Layer(DecoderLayer):
 
     def __call__(self, x: Float[Array, "B T W"], context: LayerContext) -> Float[Array, "B T W"]:
         """Apply the layer to the residual stream, and to keys and values in its columns after D."""
-        attention, carried = self.mixer, x[..., self.width :]
+        attention, carried = self.token_mixer, x[..., self.width :]
         assert isinstance(attention, SharedAttention)
         taken = self._read(carried) if self.shape.shares == "takes" else None
         x, normed = self._fork(x[..., : self.width], self.norms.before_attention, attention, context)

@@ -32,8 +32,8 @@ class HfFields:
     num_key_value_heads: _Size
     head_dim: _Size
     num_experts: Annotated[int, Range(ge=1, le=100_000)]
-    num_local_experts: Annotated[int, Range(ge=1, le=100_000)]
-    num_experts_per_tok: _Size
+    num_local_experts: Annotated[int, Range(ge=0, le=100_000)]
+    num_experts_per_tok: Annotated[int, Range(ge=0, le=100_000)]
     decoder_sparse_step: _Size
     max_position_embeddings: _Size
     original_max_position_embeddings: _Size

@@ -44,21 +44,21 @@ class Attention(nnx.Module):
         D, H = config.hidden_size, kind.head_dim
         N, K = config.num_attention_heads, kind.shape.kv_heads
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
-        bias, options = config.attention_bias, config.attention
+        bias, options, path = config.attention_bias, config.attention, kind.mixer.module
         output_bias = bias if options.output_bias is None else options.output_bias
         self.fused, self.gated_queries, self.gate_name = parts.fused_qkv, parts.gated_attention, parts.gate
         self.gated = parts.gated_attention or parts.gate is not None
         if self.fused:
-            self.qkv_proj = linear("self_attn.qkv_proj", D, (N + 2 * K) * H, bias=bias)
+            self.qkv_proj = linear(f"{path}.qkv_proj", D, (N + 2 * K) * H, bias=bias)
         else:
-            self.q_proj = linear("self_attn.q_proj", D, N * H * (1 + parts.gated_attention), bias=bias)
-            self.k_proj = linear("self_attn.k_proj", D, K * H, bias=bias)
-            self.v_proj = linear("self_attn.v_proj", D, K * H, bias=bias)
+            self.q_proj = linear(f"{path}.q_proj", D, N * H * (1 + parts.gated_attention), bias=bias)
+            self.k_proj = linear(f"{path}.k_proj", D, K * H, bias=bias)
+            self.v_proj = linear(f"{path}.v_proj", D, K * H, bias=bias)
         if parts.gate is not None:
             width = N if parts.gate_per_head else N * H
-            setattr(self, parts.gate, linear(f"self_attn.{parts.gate}", D, width, bias=False))
+            setattr(self, parts.gate, linear(f"{path}.{parts.gate}", D, width, bias=False))
         self.output_name = parts.names.output
-        setattr(self, self.output_name, linear(f"self_attn.{self.output_name}", N * H, D, bias=output_bias))
+        setattr(self, self.output_name, linear(f"{path}.{self.output_name}", N * H, D, bias=output_bias))
         norm: dict[str, Any] = {"eps": config.rms_norm_eps, "style": parts.norm, "dtype": dtype}
         widths = {"heads": (H, H), "turned": (H, H), "full": (N * H, K * H)}.get(parts.head_norms)
         widths = widths if options.head_norms else None
@@ -196,13 +196,24 @@ class GatedMLP(nnx.Module):
 
 
 class FusedMLP(nnx.Module):
-    """Gated feed-forward with one projection for gate and up, in this order."""
+    """Gated feed-forward with one projection for gate and up, in this order; see `GatedMLP`."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
-        D, F = config.hidden_size, kind.shape.intermediate_size
+    def __init__(
+        self,
+        config: DecoderConfig,
+        kind: LayerKind,
+        path: str = "mlp",
+        size: int | None = None,
+        *,
+        modules: ModuleNames = NAMES,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        D, F = config.hidden_size, kind.shape.intermediate_size if size is None else size
         linear = partial(layer_linear, config, kind, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_up_proj = linear("mlp.gate_up_proj", D, 2 * F)
-        self.down_proj = linear("mlp.down_proj", F, D)
+        self.modules = modules.gate_up, modules.down
+        for name, sizes in zip(self.modules, ((D, 2 * F), (F, D)), strict=True):
+            setattr(self, name, linear(f"{path}.{name}", *sizes))
         self.activation = config.activation
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
@@ -210,24 +221,30 @@ class FusedMLP(nnx.Module):
         shared, parts = copied(normed), self.parts
         if parts is not None:
             return Branch(lambda x: gated_mlp(shared, parts, context, stream=x, activation=self.activation))
-        (joined,) = adapted_projection(shared, [self.gate_up_proj.projection], context)
+        (joined,) = adapted_projection(shared, [self.linears[0].projection], context)
         gate, up = jnp.split(joined, 2, axis=-1)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         product = ACTIVATIONS[self.activation](gate) * up
-        return Branch(lambda x: self.down_proj.add_to(x, product, context))
+        return Branch(lambda x: self.linears[1].add_to(x, product, context))
 
     @property
     def inputs(self) -> Reader:
         """Return the readers of the layer's norm."""
         parts = self.parts
-        return [self.gate_up_proj.projection] if parts is None else GatedInput(parts, self.activation)
+        return [self.linears[0].projection] if parts is None else GatedInput(parts, self.activation)
 
     @property
     def parts(self) -> GatedParts | None:
         """Return the parameters of gate, up and down; None where gate and up are multiplied as one."""
-        projection = self.gate_up_proj.projection
+        projection, down = (linear.projection for linear in self.linears)
         parts = projection.split(projection.weight.shape[0] // 2)
-        return None if len(parts) == 1 else GatedParts(parts[0], parts[1], self.down_proj.projection)
+        return None if len(parts) == 1 else GatedParts(parts[0], parts[1], down)
+
+    @property
+    def linears(self) -> tuple[Linear, Linear]:
+        """Return gate and up as one, and down."""
+        gate_up, down = (getattr(self, name) for name in self.modules)
+        return gate_up, down
 
 
 class DecoderLayer(nnx.Module):
@@ -260,13 +277,13 @@ class DecoderLayer(nnx.Module):
         """Apply the layer to the residual stream."""
         if self.parallel:
             values, gate = self.before_attention(x, context)
-            return self.after_attention(x, self.mixer.attend(values, context), gate, context)
-        x, normed = self._fork(x, self.norms.before_attention, self.mixer, context)
-        x = x + self._branch(self.mixer(normed, context), self.norms.after_attention, names.ATTENTION_BRANCH)
+            return self.after_attention(x, self.token_mixer.attend(values, context), gate, context)
+        x, normed = self._fork(x, self.norms.before_attention, self.token_mixer, context)
+        x = x + self._branch(self.token_mixer(normed, context), self.norms.after_attention, names.ATTENTION_BRANCH)
         return self._add_mlp(x, context)
 
     @property
-    def mixer(self) -> Any:
+    def token_mixer(self) -> Any:
         """Return the part in which tokens see others: attention, or another with its methods."""
         return getattr(self, self.mixer_name)
 
@@ -277,12 +294,12 @@ class DecoderLayer(nnx.Module):
 
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
         """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
-        return self.mixer.project(self._normed(x, self.norms.before_attention), context)
+        return self.token_mixer.project(self._normed(x, self.norms.before_attention), context)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
         normed = x if not self.parallel else self._normed(x, self.norms.before_attention)
-        branch = self.mixer.output(attended, gate, context)
+        branch = self.token_mixer.output(attended, gate, context)
         x = x + self._branch(branch, self.norms.after_attention, names.ATTENTION_BRANCH)
         if self.parallel:
             x = x + self._branch(self.ffn(normed, context), self.norms.after_mlp, names.MLP_BRANCH)
@@ -299,23 +316,23 @@ class DecoderLayer(nnx.Module):
         """Return the layer's output from the sum with its feed-forward."""
         return x + context.layer_input if self.sees and context.layer_input is not None else x
 
-    def norm(self, name: str | None) -> Norm | None:
+    def norm_named(self, name: str | None) -> Norm | None:
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
     def _normed(self, x: Array, name: str | None) -> Array:
         """Return the norm of this name of x; x without one."""
-        norm = self.norm(name)
+        norm = self.norm_named(name)
         return x if norm is None else norm(x)
 
     def _fork(self, x, name: str | None, reader: Any, context) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""
-        norm = self.norm(name)
+        norm = self.norm_named(name)
         return (x, x) if norm is None else norm.fork(x, reader.inputs, context)
 
     def _branch(self, branch: Branch, norm: str | None, name: str | None = None) -> Branch:
         """Return factor · norm(branch), to be added to x."""
-        return replace(branch, norm=self.norm(norm), factor=self.factor, name=name)
+        return replace(branch, norm=self.norm_named(norm), factor=self.factor, name=name)
 
 
 def _feed_forward(
@@ -324,7 +341,7 @@ def _feed_forward(
     """Make a layer's feed-forward: a dense one, or experts with the one that all tokens share, if any."""
     names = parts.names
     if not kind.sparse and parts.fused_gate_up:
-        return FusedMLP(config, kind, **options)
+        return FusedMLP(config, kind, names.mlp, modules=names, **options)
     if not kind.sparse:
         return GatedMLP(config, kind, names.mlp, modules=names, **options)
     assert config.moe is not None

@@ -101,18 +101,21 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated feed-forwards of all experts: `gate_up_proj` from D to 2F and `down_proj` from F to D."""
+    """Feed-forwards of all experts: `gate_up_proj` from D to 2F, or without gates `up_proj` to F, and `down_proj`."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertParts, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
-        D, F = config.hidden_size, config.moe.intermediate_size
-        self.gate_up_proj = ExpertLinear(config, experts, D, 2 * F, dtype=dtype, rngs=rngs)
+        D, F = config.moe.latent_size or config.hidden_size, config.moe.intermediate_size
+        gated = experts.activation != "relu2"
+        self.first_name = "gate_up_proj" if gated else "up_proj"
+        first = ExpertLinear(config, experts, D, 2 * F if gated else F, dtype=dtype, rngs=rngs)
+        setattr(self, self.first_name, first)
         self.down_proj = ExpertLinear(config, experts, F, D, dtype=dtype, rngs=rngs)
         self.activation = experts.activation
 
     def __call__(self, x: Float[Array, "M D"], routing: Routing, context: LayerContext) -> Float[Array, "M D"]:
         """Sum the weighted outputs of each token's experts."""
-        gate_up, down = self.gate_up_proj, self.down_proj
+        gate_up, down = getattr(self, self.first_name), self.down_proj
         return experts(
             x,
             routing,
@@ -223,8 +226,12 @@ class SparseMLP(nnx.Module):
             scale=self.routed_scale,
             inference=getattr(context, "inference", False),
         )
-        y = reduce_from(apply_experts(self.experts, tokens, logits, routing, context).reshape(x.shape))
+        y = reduce_from(self.routed(tokens, logits, routing, context).reshape(x.shape))
         return Branch(lambda stream: self._add_shared(stream + y, x, context))
+
+    def routed(self, tokens: Float[Array, "M D"], logits: Float[Array, "M E"], routing: Routing, context) -> Array:
+        """Return the sum of each token's weighted experts."""
+        return apply_experts(self.experts, tokens, logits, routing, context)
 
     def _add_shared(self, stream: Float[Array, "B T D"], x: Float[Array, "B T D"], context: LayerContext) -> Array:
         """Return the stream plus the shared expert's output, if there is one."""

@@ -31,7 +31,7 @@ class MuseLayer(DecoderLayer):
         super().__init__(config, parts, kind, dtype=dtype, rngs=rngs)
         assert isinstance(config.family_shape, MuseShape)
         for name in (parts.norms.after_attention, parts.norms.after_mlp):
-            norm = self.norm(name)
+            norm = self.norm_named(name)
             assert norm is not None
             norm.eps = config.family_shape.post_norm_eps
 

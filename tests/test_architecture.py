@@ -24,7 +24,7 @@ FLOORS = (
     {"parts"},
     {"settings"},
     {"files"},
-    {"terminal"},
+    {"environments", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 
@@ -34,7 +34,7 @@ def packages() -> dict[str, list[Path]]:
     for path in sorted([*(ROOT / "jaxglue").rglob("*.py"), *(ROOT / "jaxglue" / "models").rglob("*.py")]):
         name = path.relative_to(ROOT / "jaxglue").parts[0].removesuffix(".py")
         files.setdefault(name, []).append(path)
-    return {name: paths for name, paths in files.items() if name != "__init__"}
+    return {name: paths for name, paths in files.items() if name not in ("__init__", "recipes")}  # data of recipes
 
 
 @cache

@@ -38,9 +38,9 @@ def made(folder, tmp_path_factory):
 
 
 def test_script_reproduces_the_shipped_files(folder, made):
-    for name in ("chats.jsonl", "pairs.jsonl", "digits.jsonl", "orders.jsonl", "notes.jsonl"):
+    for name in ("chats.jsonl", "pairs.jsonl", "digits.jsonl", "calculator.jsonl", "orders.jsonl", "notes.jsonl"):
         assert (made / name).read_bytes() == (folder / name).read_bytes()
-    for name in ("model", "digits"):
+    for name in ("model", "digits", "calculator"):
         shipped, fresh = (load_tokenizer(root / name) for root in (folder, made))
         assert fresh.get_vocab() == shipped.get_vocab()
         assert fresh.chat_template == shipped.chat_template
@@ -71,3 +71,13 @@ def test_a_random_model_learns_from_a_reward_alone(tmp_path, steps, reached):
     rewards = [line["reward"] for line in read_metrics(train(config).metrics)]
     assert len(rewards) == steps and np.mean(rewards[:3]) < 0.1
     assert np.mean(rewards[-5:]) > reached
+
+
+@pytest.mark.parametrize(("steps", "reached"), [(1, -1.0), repeat(100, 1.0)])
+def test_a_random_model_learns_to_use_tools_from_rewards_alone(tmp_path, steps, reached):
+    recipe = load_config(TrainConfig, find_recipe("quickstart-agent"))
+    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=steps))
+    lines = read_metrics(train(config).metrics)
+    assert len(lines) == steps and lines[0]["reward"] < 0.2
+    assert np.mean([line["reward"] for line in lines[-5:]]) > reached
+    assert steps == 1 or lines[-1]["episodes/turns"] > 1.9

@@ -2,7 +2,7 @@
 
 import logging
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.scoring import PromptScorer, PromptScores
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models.parameters import Params
@@ -89,6 +90,7 @@ class Session:
             self._open(recipe, named, base)
         self.tokenizer = self._setup.tokenizer
         self._engine: Engine | None = None
+        self._scorer: PromptScorer | None = None
         self._gradients: Params | None = None
         self._slots = self._sampled = 0
 
@@ -217,7 +219,12 @@ class Session:
         return float(value)
 
     def forward_backward_tokens(
-        self, documents: Sequence[TokenDocument], loss: Loss, *, backward: bool = True
+        self,
+        documents: Sequence[TokenDocument],
+        loss: Loss,
+        *,
+        backward: bool = True,
+        derive: Callable[[TokenDocument, Float[np.ndarray, " T"]], TokenDocument] | None = None,
     ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
         """Add the gradients of a loss's sum over the documents' tokens.
 
@@ -225,6 +232,7 @@ class Session:
             documents: at least one.
             loss: function of the targets' log-probabilities and of the documents' columns.
             backward: add gradients; False changes nothing.
+            derive: returns a document with columns that follow from its targets' log-probabilities, as constants.
 
         Returns:
             the sum, and of each document the log-probabilities of its targets.
@@ -237,6 +245,10 @@ class Session:
         self._slots = step.micro_batches[0].segments.slots
         objective = FunctionLoss(config=self._setup.objective.config, function=loss)
         found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
+        if derive is not None:
+            pairs = zip(documents, places, strict=True)
+            derived = [derive(each, found[row, first:last]) for each, (row, first, last) in pairs]
+            step, places = pack_documents(derived, self._setup.rows, slots=self._slots, vocabulary=size)
         if backward:
             value = self._add_gradients(step, objective)
         else:
@@ -252,6 +264,18 @@ class Session:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
         engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
         return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
+
+    def score_tokens(self, text: Sequence[int], top: int, weights: Params | None = None) -> PromptScores:
+        """Return log-probabilities of a text's tokens but the first, and of the likeliest in their places.
+
+        By the present weights or a `snapshot`, at temperature 1.
+        """
+        if self._scorer is None:
+            parts, setup = self._parts, self._setup
+            self._scorer = PromptScorer(parts.graphdefs, setup.model, self._state.frozen, setup.dtype)
+        trainable = self._state.trainable if weights is None else weights
+        (scores,) = self._scorer.score(trainable, [list(text)], None, top)
+        return scores
 
     def snapshot(self) -> Params:
         """Return a copy of the trained parameters, for `sample_tokens`."""

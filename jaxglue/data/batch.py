@@ -67,6 +67,8 @@ class Rollouts:
     """The same as sampling computed them; NaN where it did not. None without any."""
     reference: Float32[Array, "B T"] | None = None
     """Log-probabilities under the reference; None for objectives without one."""
+    credits: Float32[Array, "B T"] | None = None
+    """Advantages of tokens, where they have some of their own."""
     mean_weight: Float32[Array, "B 1"] | None = None
     """Weight of a token in the sum of losses with which it has its share of a mean over all tokens of the step; None
     for objectives without such a mean."""
@@ -88,7 +90,7 @@ class Rollouts:
 
     def split(self, order: Int32[np.ndarray, "B T"]) -> "Rollouts":
         """Return the answers, of numpy arrays, with tokens in the devices' order."""
-        names = "owners", "old", "sampler", "reference", "teacher"
+        names = "owners", "old", "sampler", "reference", "credits", "teacher"
         return replace(self, **{name: split_tokens(getattr(self, name), order) for name in names})
 
     @property

@@ -50,7 +50,7 @@ def explain_forms(
         layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
         context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
         choices["layers"] = LAYER_FORM.choose(capability, LayerCall(layer=layer, x=x, context=context))
-        choices["projections"] = PROJECTION.choose(capability, ProjectionCall.of(layer.mixer.inputs, context))
+        choices["projections"] = PROJECTION.choose(capability, ProjectionCall.of(layer.token_mixer.inputs, context))
         if isinstance(layer.ffn, GatedMLP | FusedMLP) and (parts := layer.ffn.parts) is not None:
             call = GatedCall.of(parts, context, layer.ffn.activation)
             choices["feed-forward"] = GATED_MLP.choose(capability, call)
@@ -89,11 +89,11 @@ def by_tiles(
         return layer.after_attention(x, attended, gate, context)
 
     attention_out = context.attention_out
-    if attention_out is not None and not layer.mixer.gated:
+    if attention_out is not None and not layer.token_mixer.gated:
         return map_tiles(after, context, x, attention_out)
     values, gate = map_tiles(before, context, x)
-    values = tuple(map(checkpoint_name, values, layer.mixer.value_names))
-    attended = layer.mixer.attend(values, rows or context) if attention_out is None else attention_out
+    values = tuple(map(checkpoint_name, values, layer.token_mixer.value_names))
+    attended = layer.token_mixer.attend(values, rows or context) if attention_out is None else attention_out
     # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
     return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1), *(() if gate is None else (gate,)))
 
@@ -101,7 +101,7 @@ def by_tiles(
 def _check_small(capability: Capability | None, call: LayerCall) -> None:
     """Raise NotImplementedError for a layer that `small_layer` does not compute."""
     layer, context = call.layer, call.context
-    attention, mlp = layer.mixer, layer.ffn
+    attention, mlp = layer.token_mixer, layer.ffn
     if not isinstance(attention, Attention) or isinstance(attention, LatentAttention) or attention.gated:
         raise NotImplementedError("attention is linear, latent or gated")
     rotary = attention.rotary
@@ -129,16 +129,16 @@ def _check_small(capability: Capability | None, call: LayerCall) -> None:
 
 def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
     """Apply the layer as one operation that is differentiated by hand."""
-    before, after = layer.norm(_PRE_NORMS.before_attention), layer.norm(_PRE_NORMS.before_mlp)
+    before, after = layer.norm_named(_PRE_NORMS.before_attention), layer.norm_named(_PRE_NORMS.before_mlp)
     assert before is not None and after is not None
-    norms = LayerNorms(before.weight[...], after.weight[...], layer.mixer.head_norms)
+    norms = LayerNorms(before.weight[...], after.weight[...], layer.token_mixer.head_norms)
     y = small_layer(_spec(layer), x, norms, _projections(layer), context)
     assert y is not None
     return y
 
 
 def _spec(layer: DecoderLayer) -> LayerSpec:
-    norm, attention, mlp = layer.norm(_PRE_NORMS.before_attention), layer.mixer, layer.ffn
+    norm, attention, mlp = layer.norm_named(_PRE_NORMS.before_attention), layer.token_mixer, layer.ffn
     assert norm is not None and attention.rotary is not None and isinstance(mlp, GatedMLP)
     return LayerSpec(
         rotary=attention.rotary, eps=norm.eps, window=attention.window, style=norm.style, activation=mlp.activation
@@ -147,7 +147,7 @@ def _spec(layer: DecoderLayer) -> LayerSpec:
 
 def _projections(layer: DecoderLayer) -> list[Projection]:
     assert isinstance(layer.ffn, GatedMLP)
-    return [linear.projection for linear in (*layer.mixer.linears, *layer.ffn.linears)]
+    return [linear.projection for linear in (*layer.token_mixer.linears, *layer.ffn.linears)]
 
 
 _READS: Reads = {LayerCall: ("layer", "x", "context"), PackedContext: None}

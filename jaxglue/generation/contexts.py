@@ -26,10 +26,10 @@ from jaxglue.ops.paged_attention import (
     latent_attention,
     paged_attention,
 )
-from jaxglue.ops.recurrence import Recurrence, SlotStates
+from jaxglue.ops.recurrence import KeysAndStates, Recurrence, SlotStates
 from jaxglue.ops.rope import RopeTables, Rotary
 
-Cache = KVPages | LatentPages | DeltaStates | SlotStates
+Cache = KVPages | LatentPages | DeltaStates | SlotStates | KeysAndStates
 """Cache of a layer."""
 
 
@@ -79,6 +79,25 @@ class _Inference:
     latents: LatentCache = "none"
     fp8 = inference = True
     """`fp8`: weights for FP8 products are multiplied so."""
+    cache: Any
+
+    @property
+    def keys(self) -> Any:
+        """Return the pages of attention."""
+        return self.cache.keys if isinstance(self.cache, KeysAndStates) else self.cache
+
+    @keys.setter
+    def keys(self, pages: Any) -> None:
+        self.cache = replace(self.cache, keys=pages) if isinstance(self.cache, KeysAndStates) else pages
+
+    @property
+    def states(self) -> SlotStates:
+        """Return the states of a recurrence."""
+        return self.cache.states if isinstance(self.cache, KeysAndStates) else self.cache
+
+    @states.setter
+    def states(self, states: SlotStates) -> None:
+        self.cache = replace(self.cache, states=states) if isinstance(self.cache, KeysAndStates) else states
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""
@@ -120,7 +139,7 @@ class PrefillContext(_Appending):
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
         new, (pages, offsets) = (q[0], k[0], v[0]), self._places.of(window)
-        q, k, self.cache = append(*new, self.cache, pages, offsets, self._packed.rope, *self._rotation)
+        q, k, self.keys = append(*new, self.keys, pages, offsets, self._packed.rope, *self._rotation)
         return self._packed.attend(q[None], k[None], v, window=window, **options)
 
     def attend_and_keep(self, q, k, v, latents, rope_dim: int) -> Float[Array, "1 T N values"]:
@@ -144,7 +163,7 @@ class PrefillContext(_Appending):
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 T *O"]:
         """Compute the layer's own recurrence within each prompt, and keep its last state."""
         states = recurrence.last(self._packed.segments, *values)
-        self.cache = self.cache.write(self._places.slots, jax.tree.map(lambda state: state[0], states))
+        self.states = self.states.write(self._places.slots, jax.tree.map(lambda state: state[0], states))
         return self._packed.recur(recurrence, *values)
 
 
@@ -163,8 +182,8 @@ class DecodeContext(_Appending):
         """Compute attention over each slot's cache, including the new token."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        out, self.cache = append_and_attend(
-            *(q[0], k[0], v[0], self.cache),
+        out, self.keys = append_and_attend(
+            *(q[0], k[0], v[0], self.keys),
             *(pages, offsets, cursor.rope),
             *self._rotation,
             *(tables, cursor.positions),
@@ -197,9 +216,13 @@ class DecodeContext(_Appending):
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S *O"]:
         """Compute each slot's output by the layer's own recurrence, and the state behind its token."""
-        slots, begun = self._cursor.slots, self._cursor.positions > 0
-        out, states = recurrence.step(self.cache.read(slots, begun), *(x[0] for x in values))
-        self.cache = self.cache.write(slots, states)
+        slots, begun, tokens = self._cursor.slots, self._cursor.positions > 0, [x[0] for x in values]
+        if recurrence.advance is not None:
+            out, states = recurrence.advance(self.states.states, slots, begun, *tokens)
+            self.states = SlotStates(states)
+            return out[None]
+        out, states = recurrence.step(self.states.read(slots, begun), *tokens)
+        self.states = self.states.write(slots, states)
         return out[None]
 
 
@@ -210,9 +233,9 @@ class ExtendContext(DecodeContext):
         """Write all tokens to the cache, and then compute attention of each."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         new = q[0], k[0], v[0]
-        rotated, _, self.cache = append(*new, self.cache, pages, offsets, cursor.rope, *self._rotation)
+        rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
         tables = cursor.tables[cursor.places.windows.index(window)]
-        return paged_attention(rotated, self.cache, tables, cursor.positions, window=window, **options)[None]
+        return paged_attention(rotated, self.keys, tables, cursor.positions, window=window, **options)[None]
 
 
 class VerifyContext(ExtendContext):
@@ -245,12 +268,13 @@ class VerifyContext(ExtendContext):
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S*R *O"]:
         """Compute each slot's outputs by the layer's own recurrence, and the states behind its tokens."""
-        (B, R), outputs = self._sizes(values[0]), []
-        states = self.cache.read(self._cursor.begins, self._begun(values[0]))
+        (B, R), begins, outputs = self._sizes(values[0]), self._cursor.begins, []
+        assert begins is not None
+        states = self.states.read(begins, self._begun(values[0]))
         parts = [jnp.unstack(x.reshape(B, R, *x.shape[2:]), axis=1) for x in values]
         for row, tokens in enumerate(zip(*parts, strict=True)):
             out, states = recurrence.step(states, *tokens)
-            self.cache = self.cache.write(self._place(row), states)
+            self.states = self.states.write(self._place(row), states)
             outputs.append(out)
         return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
 

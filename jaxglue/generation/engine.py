@@ -12,18 +12,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 from jaxtyping import Float, Int
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.drafts import Drafting, accepted, make_draft_slots
 from jaxglue.generation.grammar import Grammar
-from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of
+from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of, padded_pages
 from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
 from jaxglue.generation.programs import (
     IDLE,
@@ -38,7 +40,7 @@ from jaxglue.generation.programs import (
     sharding_of,
 )
 from jaxglue.generation.sampling import Features, Sampled
-from jaxglue.generation.scheduler import Finish, Request, Scheduler, SchedulerOutput, Sequence, Tokens
+from jaxglue.generation.scheduler import Finish, PageCopy, Request, Scheduler, SchedulerOutput, Sequence, Tokens
 from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
@@ -58,6 +60,8 @@ _COMPILERS, _KINDS = 3, 8
 """Threads that compile, and kinds of windows whose programs are kept on each device."""
 _TOP = 20
 """Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
+_HOST_SHARE = 0.5
+"""Share of the host's free memory for pages of held answers."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 
@@ -202,7 +206,7 @@ class Engine:
         options: Any = {"memory": memory, "slots": slots, "plan": plan, "until": until, "whole": whole}
         for sequence, _, finish in self._run(trainable, frozen, requests, stop, **options):
             if finish:
-                yield _completion(sequence, finish)
+                yield completion_of(sequence, finish)
 
     def pieces(
         self,
@@ -314,6 +318,10 @@ class Engine:
         end = self._end(request, number + 1)
         return [Sequence(number, index, request, end) for index in range(request.n)]
 
+    def answer(self, request: Request, index: int) -> Sequence:
+        """Return the answer of this index to a request; errors as of `generate`."""
+        return Sequence(0, index, request, self._end(request, 1))
+
     def open(
         self, trainable: Params, frozen: Params, plan: CachePlan, kind: ProgramKind, *, whole: bool
     ) -> "DecodeBatch":
@@ -362,7 +370,8 @@ def require_known(tokens: abc.Sequence[int] | np.ndarray, vocabulary: int, name:
         raise ValueError(f"{name} holds token id {wrong}, but the model's vocabulary has {vocabulary}")
 
 
-def _completion(sequence: Sequence, finish: Finish) -> Completion:
+def completion_of(sequence: Sequence, finish: Finish) -> Completion:
+    """Return an answer that ended for this reason."""
     columns = zip(*sequence.received, strict=True)
     ids, log_probs, model_log_probs, top_ids, top = map(np.concatenate, columns)
     most_likely = (top_ids, top) if sequence.request.top_log_probs else None
@@ -407,8 +416,16 @@ class DecodeBatch:
         self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees)
         self._prompts = PromptInputs(plan, programs.windows, kind.ranks)
         self._slots, self._drafts, drafted = slots, drafts, programs.rows > 1
-        options: dict[str, bool] = {"remembers": programs.extends, "rewinds": programs.rewinds, "drafts": drafted}
-        self._scheduler = Scheduler(plan, STEPS * programs.rows, **options)
+        self._scheduler = Scheduler(
+            plan,
+            STEPS * programs.rows,
+            remembers=programs.extends,
+            rewinds=programs.rewinds,
+            drafts=drafted,
+            outside=_pages_outside(plan),
+        )
+        self._leaving = list[PageCopy]()
+        """Copies of pages on their way to the host."""
         self._under_way, self._vocabulary = deque[tuple[SchedulerOutput, Any]](), vocabulary
         self._others = dict[Features, WindowSizes]()
         """Windows in which some answer uses more than most do."""
@@ -428,6 +445,10 @@ class DecodeBatch:
         """End an answer early."""
         self._scheduler.end(sequence)
         self._table.remove(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of the pages that an answer held when it ended."""
+        self._scheduler.release(sequence)
 
     def interrupt(self, sequence: Sequence) -> bool:
         """Take an answer's slot for others, until it is added again; return whether it has one to give.
@@ -473,6 +494,7 @@ class DecodeBatch:
     def _dispatch(self, work: SchedulerOutput) -> Sampled:
         """Start the prefill and the window; return its results to come."""
         programs, trees = self._programs, self._trees
+        self._move_pages(work)
         for row in work.rows:
             tokens, segments, places, images = self._prompts.row(row)
             self._caches, last = programs.prefill(trees, tokens, segments, places, images, self._caches)
@@ -502,6 +524,17 @@ class DecodeBatch:
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return sampled
+
+    def _move_pages(self, work: SchedulerOutput) -> None:
+        """Copy pages of held answers to the host, and those that are needed again back."""
+        for copy, pages in work.saves:
+            copy.values = self._programs.read_pages(self._caches, padded_pages(pages))
+            jax.tree.map(lambda x: x.copy_to_host_async(), copy.values)
+            self._leaving.append(copy)
+        for copy, pages in work.loads:
+            places = padded_pages(pages)
+            values = jax.tree.map(itemgetter(slice(len(places))), copy.values)
+            self._caches, copy.values = self._programs.write_pages(self._caches, places, values), None
 
     def _choose(self, work: SchedulerOutput) -> tuple[Features, WindowSizes, bool]:
         """Return what a window's answers use, its programs, and whether these are waited for."""
@@ -552,6 +585,9 @@ class DecodeBatch:
             ValueError: logits that are infinite or NaN.
         """
         steps: Any = jax.device_get(sampled)
+        for copy in self._leaving:
+            copy.values = jax.device_get(copy.values)  # so that the device's copies are freed
+        self._leaving.clear()
         if isinstance(steps, list):
             steps = Sampled(*map(np.stack, zip(*steps, strict=True)))  # type: ignore[arg-type]
         if (rows := self._programs.rows) > 1:
@@ -585,6 +621,11 @@ class DecodeBatch:
         if sequence.matcher and (sequence.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
             return "stop" if sequence.matcher.is_complete else "length"
         return "length" if sequence.length + len(new.ids) >= sequence.end else None
+
+
+def _pages_outside(plan: CachePlan) -> int:
+    """Return the pages for which the host has memory."""
+    return int(_HOST_SHARE * psutil.virtual_memory().available / max(plan.bytes / (plan.pages + 1), 1))
 
 
 def _placed(x: Any) -> Any:

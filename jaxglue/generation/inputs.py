@@ -265,6 +265,11 @@ class PromptInputs:
         return slots, tokens, new
 
 
+def padded_pages(pages: abc.Sequence[int]) -> Int[np.ndarray, " n"]:
+    """Return pages, padded with nobody's to a power of two, so that few programs are compiled."""
+    return np.pad(np.array(pages, np.int32), (0, _power_of_two(len(pages)) - len(pages)))
+
+
 def _padded(count: int) -> int:
     return -(-max(count, 1) // _PADDED) * _PADDED
 

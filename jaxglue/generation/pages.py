@@ -7,7 +7,8 @@ those of linear attention a state for each slot.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +230,11 @@ class PagePool:
     def kept(self, pages: Iterable[int]) -> int:
         """Return how many of these pages are free."""
         return sum(page in self._kept for page in pages)
+
+    def held_by(self, holders: Iterable[Iterable[int]], but: Collection[int] = ()) -> int:
+        """Return how many pages no others hold than these, without some pages."""
+        counts = Counter(page for pages in holders for page in pages if page not in but)
+        return sum(self._holders[page] == count for page, count in counts.items())
 
     def forget(self) -> None:
         """Forget all names."""

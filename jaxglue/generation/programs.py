@@ -40,6 +40,7 @@ from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
+from jaxglue.ops.recurrence import KeysAndStates
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
 from jaxglue.vision.rows import Images, Patches, token_positions
@@ -179,6 +180,7 @@ class EnginePrograms:
         self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
         self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
+        self._read, self._write = jax.jit(_read_pages), jax.jit(_write_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin)
         self._embed_slots = _jit(self._embed_last, static_argnames="plan")
         self._advance = _jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
@@ -245,6 +247,14 @@ class EnginePrograms:
         """Copy pages within the caches."""
         return self._copy(caches, copies)
 
+    def read_pages(self, caches: list[Cache], pages: Int[np.ndarray, " n"]) -> list[Cache]:
+        """Return copies of pages, for programs whose layers all have numbered pages (`extends`)."""
+        return self._read(caches, pages)
+
+    def write_pages(self, caches: list[Cache], pages: Int[np.ndarray, " n"], values: list[Cache]) -> list[Cache]:
+        """Write pages that `read_pages` returned to the caches."""
+        return self._write(caches, pages, values)
+
     def note(self, counts: Counts, slots: Int[Array, " n"], tokens: Int[Array, "n L"], new: Bool[Array, "n L"]):
         """Return the counts in which these slots have these tokens, padded with -1, of which answers have the `new`."""
         return self._note(counts, slots, tokens, new)
@@ -293,7 +303,7 @@ class EnginePrograms:
 
     def compilations(self) -> int:
         """Return the number of compiled programs."""
-        functions: list[Any] = [self._begin, self._copy, self._finish, self._note]
+        functions: list[Any] = [self._begin, self._copy, self._read, self._write, self._finish, self._note]
         programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
         programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
@@ -487,10 +497,24 @@ class EnginePrograms:
         def copied(kind: LayerKind, cache):
             index = self.windows.index(kind.window)
             pages = copies.sources[index], copies.targets[index]
-            sources, targets = copies.slots if kind.mixer.recurrent else pages
-            return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), cache)
+
+            def moved(part, places):
+                sources, targets = places
+                return jax.tree.map(lambda stored: stored.at[targets].set(stored[sources]), part)
+
+            if isinstance(cache, KeysAndStates):
+                return KeysAndStates(moved(cache.keys, pages), moved(cache.states, copies.slots))
+            return moved(cache, copies.slots if kind.mixer.recurrent else pages)
 
         return list(map(copied, self.cached.layer_kinds, caches))
+
+
+def _read_pages(caches: list[Cache], pages: Int[Array, " n"]) -> list[Cache]:
+    return jax.tree.map(lambda stored: stored[pages], caches)
+
+
+def _write_pages(caches: list[Cache], pages: Int[Array, " n"], values: list[Cache]) -> list[Cache]:
+    return jax.tree.map(lambda stored, new: stored.at[pages].set(new), caches, values)
 
 
 def make_sequences(

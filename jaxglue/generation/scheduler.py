@@ -7,7 +7,7 @@ stop token or limit. Where pages run out, the sequence that came last gives its 
 from collections import abc, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,8 @@ LONGEST_SUFFIX = 512
 
 For short texts it is half of them: a prompt's tokens cost less in longer rows.
 """
+_LONG = 32
+"""Behind very long texts a suffix of this part of them is read so, too."""
 Finish = Literal["stop", "length", "until"]
 """Why an answer ended: a stop token, its limit or the model's, or the caller."""
 
@@ -49,6 +51,10 @@ class Request:
     """Grammar of its answers; None for free ones."""
     images: PromptImages | None = None
     """Its images; None for text alone."""
+    holds: bool = False
+    """Its answer's pages stay when it has ended, until they are released: another request may go on from it."""
+    after: "Sequence | None" = None
+    """The answer that held its pages and that the prompt goes on from, if there is one."""
 
 
 class Tokens(NamedTuple):
@@ -128,10 +134,31 @@ class Prefill(NamedTuple):
     """As in `Request`."""
 
 
+@dataclass(eq=False)
+class PageCopy:
+    """Pages outside of the cache."""
+
+    count: int
+    values: Any = None
+    """Of each layer; None until the copy is made."""
+
+
+@dataclass(eq=False)
+class Held:
+    """Pages of an answer that has ended, in the cache or outside of it."""
+
+    pages: list[int]
+    copy: PageCopy | None = None
+
+
 @dataclass
 class SchedulerOutput:
-    """Prompts to prefill, pages to copy, and then a window of steps."""
+    """Pages to save and to load, prompts to prefill, pages to copy, and then a window of steps."""
 
+    saves: list[tuple[PageCopy, list[int]]] = field(default_factory=list)
+    """Pages that leave the cache, before all else."""
+    loads: list[tuple[PageCopy, list[int]]] = field(default_factory=list)
+    """Pages that come back to it, after those that leave."""
     prompts: list[Prefill] = field(default_factory=list)
     suffixes: list[Prefill] = field(default_factory=list)
     """Prompts of which the beginnings are there, or are among the prompts; after these."""
@@ -178,12 +205,21 @@ class Scheduler:
         remembers: let prompts share the pages of texts that begin alike, also after these have ended.
         rewinds: answers can go back some tokens in what they hold; otherwise it is computed again.
         drafts: a window has up to so many steps, as many as drafts are accepted.
+        outside: pages of held answers for which there is room outside of the cache.
     """
 
     def __init__(
-        self, plan: CachePlan, steps: int, *, remembers: bool = False, rewinds: bool = True, drafts: bool = False
+        self,
+        plan: CachePlan,
+        steps: int,
+        *,
+        remembers: bool = False,
+        rewinds: bool = True,
+        drafts: bool = False,
+        outside: int = 0,
     ):
-        self._remembers, self._rewinds, self._drafts = remembers, rewinds, drafts
+        self._remembers, self._rewinds, self._drafts, self._outside = remembers, rewinds, drafts, outside
+        self._held, self._saves = dict[Sequence, Held](), list[tuple[PageCopy, list[int]]]()
         self._waiting, self._steps = deque[Sequence](), steps
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._pages = max(plan.pages, 1)
@@ -199,6 +235,8 @@ class Scheduler:
 
     def forget(self) -> None:
         """Forget the texts whose pages were kept for prompts that begin alike: the weights have changed."""
+        for sequence in [*self._held]:
+            self.release(sequence)
         self._pool.forget()
 
     @property
@@ -214,7 +252,7 @@ class Scheduler:
     def next(self) -> SchedulerOutput | None:
         """Return the next window and what precedes it; None while results of windows under way decide."""
         for sequence in [sequence for sequence in self._running if sequence.ends_under_way]:
-            self._leave(sequence)  # it ends in a window under way, so its slot is free after that
+            self._leave(sequence, ends=True)  # it ends in a window under way, so its slot is free after that
         work = SchedulerOutput()
         if not self._grow():
             return None
@@ -228,7 +266,10 @@ class Scheduler:
         for sequence in work.answers:
             sequence.reach = min(sequence.reach + self._steps, sequence.end)
             sequence.windows += 1
-        return work if work.answers else None
+        if not work.answers:
+            return None
+        work.saves, self._saves = self._saves, []
+        return work
 
     def receive(self, sequence: Sequence, tokens: Tokens, ends: bool) -> None:
         """Note an answer's new tokens, and whether it ended before its limit; it goes back if they are fewer."""
@@ -247,9 +288,19 @@ class Scheduler:
         """End an answer early."""
         sequence.end = sequence.length
         if sequence in self._running:
-            self._leave(sequence)
+            self._leave(sequence, ends=True)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of the pages that an answer held when it ended: nothing goes on from it any more."""
+        if (held := self._held.pop(sequence, None)) is not None:
+            self._let_go(held)
+
+    def _let_go(self, held: Held) -> None:
+        self._pool.give_back(held.pages)
+        if held.copy is not None:
+            self._outside += held.copy.count
 
     def interrupt(self, sequence: Sequence) -> None:
         """Take slot and pages of an answer that runs; it goes on once it is added again, if no window has it."""
@@ -260,15 +311,46 @@ class Scheduler:
         """Return the share of pages that answers hold."""
         return 1 - len(self._pool) / self._pages
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, ends: bool = False) -> None:
         assert sequence.slot is not None
         self._running.remove(sequence)
-        if self._remembers and sequence.length == sequence.end:
-            # The last token is not in the cache, nor any of those after it in a window under way in a full page.
-            self._pool.name(sequence.pages, sequence.names(sequence.tokens[:-1]))
-        self._pool.give_back(sequence.pages)
+        if ends and self._remembers and sequence.request.holds:
+            self._held[sequence] = Held(sequence.pages)
+        else:
+            if self._remembers and sequence.length == sequence.end:
+                # The last token is not in the cache, nor any after it in a window under way in a full page.
+                self._pool.name(sequence.pages, sequence.names(sequence.tokens[:-1]))
+            self._pool.give_back(sequence.pages)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.pages = None, []
+
+    def _available(self, but: Held | None = None, needed: Collection[int] = ()) -> int:
+        """Return the pages that are free, or would be if held ones left the cache, but for those that are needed."""
+        holders = [held.pages for held in self._held.values() if held is not but]
+        return len(self._pool) + self._pool.held_by(holders, frozenset(needed))
+
+    def _take(self, count: int, but: Held | None = None) -> list[int]:
+        """Take pages, for which held ones leave the cache where too few are free: those of the last ones to end.
+
+        Their episodes are the last to go on, if all wait alike.
+        """
+        for sequence, held in reversed([*self._held.items()]):
+            if len(self._pool) >= count:
+                break
+            if held is not but and held.pages:
+                self._move_out(sequence, held)
+        return self._pool.take(count)
+
+    def _move_out(self, sequence: Sequence, held: Held) -> None:
+        """Let held pages leave the cache; without room outside they are computed again when they are needed."""
+        if (count := len(held.pages)) <= self._outside:
+            held.copy = PageCopy(count)
+            self._outside -= count
+            self._saves.append((held.copy, held.pages))
+        else:
+            del self._held[sequence]
+        self._pool.give_back(held.pages)
+        held.pages = []
 
     def _grow(self) -> bool:
         """Take the pages that the window fills, from the answers that came last where none are free.
@@ -277,14 +359,14 @@ class Scheduler:
             False if it must be known first how far these came.
         """
         for sequence in [sequence for sequence in self._running if not sequence.waits]:
-            while sequence.slot is not None and (lack := self._lack(sequence)) > len(self._pool):
+            while sequence.slot is not None and (lack := self._lack(sequence)) > self._available():
                 last = self._running[-1]
                 if last.windows:
                     return False
                 self._leave(last)
                 self._waiting.appendleft(last)
             if sequence.slot is not None:
-                sequence.pages += self._pool.take(lack)
+                sequence.pages += self._take(lack)
         return True
 
     def _lack(self, sequence: Sequence) -> int:
@@ -293,6 +375,10 @@ class Scheduler:
     def _admit(self, work: SchedulerOutput) -> bool:
         """Give slots to the next answer, and to those after it that continue the same prompt; False without pages."""
         first = self._waiting[0]
+        if first.request.after is not None and (held := self._held.get(first.request.after)) is not None:
+            if self._may_extend(first):
+                return self._go_on(first, held, work)
+            self.release(first.request.after)
         known = first.length - 1  # the window begins with the last known token
         tokens = first.tokens[:known]
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
@@ -305,18 +391,19 @@ class Scheduler:
         if known - len(there) * PAGE > min(LONGEST_SUFFIX, known // 2):
             there = []
         shared_anew = shared - len(there) + self._pool.kept(there)
-        spare = len(self._pool) - self._promised - shared_anew
+        free = self._available(needed=there)
+        spare = free - self._promised - shared_anew
         fits = min(len(group), len(self._slots), max(spare, 0) // max(self._expected(first) - shared, 1))
         if not self._running and not work.fresh:
             fits = max(fits, 1)  # the pool holds the longest sequence
-        if fits < 1 or shared_anew + fits * (all_pages - shared) > len(self._pool):
+        if fits < 1 or shared_anew + fits * (all_pages - shared) > free:
             return False
         self._pool.share(there)
-        prefix = there + self._pool.take(shared - len(there))
+        prefix = there + self._take(shared - len(there))
         self._pool.name(prefix, names)
         for index, sequence in enumerate(group[:fits]):
             self._waiting.popleft()
-            sequence.slot, sequence.pages = self._slots.pop(), prefix + self._pool.take(all_pages - shared)
+            sequence.slot, sequence.pages = self._slots.pop(), prefix + self._take(all_pages - shared)
             if index:
                 self._pool.share(prefix)
             self._running.append(sequence)
@@ -324,6 +411,38 @@ class Scheduler:
             work.fresh.append(sequence)
         if known:
             self._prefill(work, group[:fits], tokens, len(there) * PAGE)
+        return True
+
+    def _may_extend(self, sequence: Sequence) -> bool:
+        """Return whether the tokens after those of held pages are computed behind them, and not all of them again."""
+        assert sequence.request.after is not None
+        known, held = sequence.length - 1, sequence.request.after.length - 1
+        return not sequence.received and known - held <= max(LONGEST_SUFFIX, known // _LONG)
+
+    def _go_on(self, first: Sequence, held: Held, work: SchedulerOutput) -> bool:
+        """Give a slot to an answer to a prompt that goes on from held pages; False without further ones."""
+        assert first.request.after is not None
+        begin, known = first.request.after.length - 1, first.length - 1
+        all_pages = pages_of(min(first.length + self._steps, first.end))
+        lack = max(all_pages - len(held.pages), 0)
+        if lack + self._promised > self._available(held) and (
+            self._running or work.fresh or lack > self._available(held)
+        ):
+            return False
+        further = self._take(lack, held)
+        del self._held[first.request.after]
+        self._waiting.popleft()
+        self._pool.give_back(held.pages[all_pages:])
+        first.slot, first.pages = self._slots.pop(), held.pages[:all_pages] + further
+        if held.copy is not None:
+            self._outside += held.copy.count
+            work.loads.append((held.copy, first.pages[: pages_of(begin)]))
+        self._running.append(first)
+        self._promised += self._promise(first)
+        work.fresh.append(first)
+        tokens = first.tokens[:known]
+        for start in range(begin, known, LONGEST_SUFFIX):
+            self._prefill(work, [first], tokens[: start + LONGEST_SUFFIX], start)
         return True
 
     def _siblings(self, first: Sequence) -> list[Sequence]:

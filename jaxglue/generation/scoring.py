@@ -17,7 +17,8 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import Assistant, count_labels, load_parts
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.engine import require_known
-from jaxglue.models.parameters import Params, split_model
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 Tokens = list[int]
@@ -96,11 +97,18 @@ class PromptScores(NamedTuple):
 
 
 class PromptScorer:
-    """Scores tokens of prompts with an assistant's model, beside its answers."""
+    """Scores tokens of prompts with a model, beside its answers.
 
-    def __init__(self, assistant: Assistant):
-        self._executor = Executor(assistant.graphdefs, assistant.config, policy=PRESETS["full"], dtype=assistant.dtype)
-        self._frozen, self._vocabulary = assistant.frozen, assistant.config.vocab_size
+    Args:
+        graphdefs: the modules.
+        config: the model's shape.
+        frozen: its frozen parameters.
+        dtype: of activations.
+    """
+
+    def __init__(self, graphdefs: ModelGraphDefs, config: DecoderConfig, frozen: Params, dtype: Any):
+        self._executor = Executor(graphdefs, config, policy=PRESETS["full"], dtype=dtype)
+        self._frozen, self._vocabulary = frozen, config.vocab_size
 
     def score(
         self, trainable: Params, texts: Sequence[Tokens], ranks: Bool[np.ndarray, " R"] | None, top: int
@@ -119,7 +127,7 @@ class PromptScorer:
         for number, tokens in enumerate(texts, 1):
             require_known(tokens, self._vocabulary, f"prompt {number}")
         trainable = trainable if ranks is None else _masked(trainable, ranks)
-        count = min(-(-top // _TOP) * _TOP, self._vocabulary)  # few programs
+        count = min(-(-max(top, 1) // _TOP) * _TOP, self._vocabulary)  # few programs
         empty = np.zeros((0, top))
         scores = [PromptScores(np.zeros(0), empty.astype(np.int32), empty)] * len(texts)
         longer = [index for index, tokens in enumerate(texts) if len(tokens) > 1]

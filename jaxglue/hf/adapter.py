@@ -51,6 +51,10 @@ _BASE_KEY = "jaxglue.base"
 _DIGEST_KEY = "jaxglue.digest"
 """Key of the tensors' digest there."""
 _log = logging.getLogger(__name__)
+_REFUSED = "falcon_h1", "nemotron_h"
+"""Model types whose `out_proj` PEFT refuses to adapt."""
+_FUSED = (*_REFUSED, "granitemoehybrid")
+"""Those that transformers trains with a kernel that multiplies the bare matrix of `out_proj`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,13 @@ def save_adapter(
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if any(".out_proj." in name for name in tensors) and model_type in _FUSED:
+        peft = "PEFT 0.21 opens no adapter of it, and " if model_type in _REFUSED else ""
+        _log.warning(
+            "%s adapts Mamba-2's out_proj: %sprograms that train with mamba-ssm's fused kernel ignore it; "
+            "merge the adapter (jaxglue export), or train without it (--exclude out_proj)",
+            *(folder, peft),
+        )
     described = config_to_peft(
         config, shapes, base_reference(base_model), tied=tied, model_type=model_type, text_path=text_path
     )

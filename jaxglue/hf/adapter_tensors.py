@@ -2,7 +2,7 @@
 
 PEFT (0.21) concatenates the matrices of all experts into two 2-D tensors, and wraps the experts' module once per
 targeted parameter: `experts.lora_A` belongs to the outer wrapper, `experts.base_layer.lora_A` to the inner one.
-`gate_up_proj` is wrapped first and thus is the inner one.
+`gate_up_proj`, or `up_proj` of experts without gates, is wrapped first and thus is the inner one.
 """
 
 import re
@@ -152,12 +152,12 @@ def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConf
             raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")
 
 
-_MODULE = r"((mlp|feed_forward)\.)?experts"
+_MODULE = r"((mlp|feed_forward|block_sparse_moe|mixer)\.)?experts"
 _OURS = re.compile(
-    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|down_proj)\.(?P<matrix>lora_[AB])"
+    rf"(?P<experts>.+?\.(?P<path>{_MODULE}))\.(?P<projection>gate_up_proj|up_proj|down_proj)\.(?P<matrix>lora_[AB])"
 )
 _THEIRS = re.compile(rf"(?P<experts>model\.layers\.\d+\.{_MODULE})(?P<inner>\.base_layer)?\.(?P<matrix>lora_[AB])")
-_INNER, _OUTER = "gate_up_proj", "down_proj"
+_INNER, _OUTER = ("gate_up_proj", "up_proj"), "down_proj"
 
 
 def target_parameters(names: Iterable[str]) -> list[str]:
@@ -175,7 +175,7 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
-    inner = match["projection"] == _INNER and f"{match['path']}.{_OUTER}" in targets
+    inner = match["projection"] in _INNER and f"{match['path']}.{_OUTER}" in targets
     array = np.asarray(tensor)
     if match["matrix"] == "lora_A":
         array = array.reshape(-1, array.shape[-1])
@@ -202,7 +202,8 @@ def from_peft(
     if not (match := _THEIRS.fullmatch(name)):
         return None
     kinds = {target.rpartition(".")[-1] for target in targets}
-    projection = _INNER if match["inner"] or _OUTER not in kinds else _OUTER
+    first = next((kind for kind in _INNER if kind in kinds), _INNER[0])
+    projection = first if match["inner"] or _OUTER not in kinds else _OUTER
     if projection not in kinds:
         raise ValueError(f"{name} adapts experts, but target_parameters names no {projection}")
     path = f"{match['experts']}.{projection}"

@@ -22,8 +22,8 @@ Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
 Shape = tuple[int, ...]
 
-_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
-_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|up_proj|down_proj)")
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, kw_only=True)

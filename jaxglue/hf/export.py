@@ -211,7 +211,7 @@ def expert_matrices(tensors: Mapping[str, jax.ShapeDtypeStruct], config: Decoder
     named = {
         name: spec.shape
         for name, spec in tensors.items()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
     }
     return {name: (E, out, columns) for name, (E, columns, out) in named.items()}
 

@@ -45,4 +45,11 @@ def read_record(*folders: Path | None) -> dict[str, Any]:
     record = read_json(path)
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise ValueError(f"{path}: expected an object with a kind of {', '.join(KINDS)}: write it anew, or remove it")
+    temperatures = record.get("temperatures", {})
+    if not isinstance(temperatures, dict) or not all(map(_is_positive, temperatures.values())):
+        raise ValueError(f"{path}: temperatures must be positive numbers by type of question: mend them")
     return record
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.files.json_file import read_json, write_json
+from jaxglue.files.json_file import parse_json, read_json, write_json
+from jaxglue.files.regular_file import read_regular_text
 
 MODULES = "modules.json"
 _TYPES = "sentence_transformers.models."
@@ -48,7 +49,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """
     if not (folder / MODULES).is_file():
         return {}
-    modules = read_json(folder / MODULES)
+    modules = parse_json(read_regular_text(folder / MODULES), str(folder / MODULES))
     if not isinstance(modules, list) or not all(isinstance(each, dict) and "type" in each for each in modules):
         raise ValueError(f"{folder / MODULES}: expected a list of modules")
     kinds = [str(each["type"]).rpartition(".")[2] for each in modules]

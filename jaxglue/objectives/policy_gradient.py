@@ -55,6 +55,11 @@ class PolicyGradient(RolloutObjective):
     """Ratios are of whole answers."""
 
     @property
+    def credits_tokens(self) -> bool:
+        """Tell whether tokens may have advantages of their own: not with ratios of whole answers."""
+        return not self.by_answer
+
+    @property
     def uses_reference(self) -> bool:
         """Tell whether there is a divergence."""
         return self.beta > 0

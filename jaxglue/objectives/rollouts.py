@@ -91,8 +91,9 @@ class LossInputs:
 
     @cached_property
     def advantages(self) -> Tokens:
-        """Return each token's advantage, of its answer."""
-        return self.rollouts.spread(self.rollouts.advantages)
+        """Return each token's advantage, its own or that of its answer."""
+        own = self.rollouts.credits
+        return self.rollouts.spread(self.rollouts.advantages) if own is None else own
 
     @cached_property
     def lengths(self) -> Tokens:
@@ -191,6 +192,11 @@ class RolloutObjective(Objective):
             steps: optimizer steps on the same answers; in the first of them these weights are the present ones.
         """
         return steps > 1 or (self.divergence_in_reward and self.uses_reference)
+
+    @property
+    def credits_tokens(self) -> bool:
+        """Tell whether tokens of an answer may have advantages of their own."""
+        return False
 
     @property
     def temperature(self) -> float:

@@ -24,12 +24,16 @@ class Recurrence(NamedTuple):
     """Return the states [B, documents, …] behind the documents, from the same."""
     step: Callable[..., tuple[Float[Array, "S *O"], Any]]
     """Return the outputs of one token of each sequence, and the states behind it, from states and values [S, …]."""
+    advance: Callable[..., tuple[Float[Array, "S *O"], Any]] | None = None
+    """Return the outputs and the states of all slots, from (these, slots, begun, *values); None: by `step`."""
+    name: str = ATTENTION_OUT
+    """Of the outputs, for checkpoint policies."""
 
 
 def recur(recurrence: Recurrence, segments: PackedSegments, *values: Float[Array, "B T *V"]) -> Float[Array, "B T *O"]:
     """Return a recurrence's outputs; continuations of forked segments run behind copies of their beginnings.
 
-    Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` computes them once.
+    Under `jax.checkpoint`, a policy that saves the recurrence's name computes them once.
 
     Raises:
         ValueError: forked segments without copies.
@@ -41,7 +45,7 @@ def recur(recurrence: Recurrence, segments: PackedSegments, *values: Float[Array
         if segments.copies is None
         else with_copies(recurrence.whole, segments, *values)
     )
-    return checkpoint_name(out, ATTENTION_OUT)
+    return checkpoint_name(out, recurrence.name)
 
 
 @jax.tree_util.register_dataclass
@@ -69,3 +73,13 @@ class SlotStates:
     def write(self, slots: Int[Array, " S"], states: Any) -> "SlotStates":
         """Return the states after these of the slots."""
         return SlotStates(jax.tree.map(lambda x, new: x.at[slots].set(new.astype(x.dtype)), self.states, states))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeysAndStates:
+    """All that a layer remembers of sequences by attention and by a recurrence beside it. A pytree."""
+
+    keys: Any
+    """Pages of keys and values."""
+    states: SlotStates

@@ -15,7 +15,7 @@ def matmul_parameters(config: DecoderConfig) -> int:
     D = config.hidden_size
     mixers = sum(kind.mixer.weights(config, kind) for kind in config.layer_kinds)
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
-    parts, attending = find_family(config.model_type).parts, (k for k in config.layer_kinds if not k.mixer.recurrent)
+    parts, attending = find_family(config.model_type).parts, (k for k in config.layer_kinds if k.mixer.attends)
     if parts.gate is not None:
         layers += sum(D * config.num_attention_heads * (1 if parts.gate_per_head else k.head_dim) for k in attending)
     inputs = 2 * D * config.per_layer.size * config.num_hidden_layers if config.per_layer else 0
@@ -23,11 +23,14 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> int:
-    D, moe = config.hidden_size, config.moe
+    D, moe, parts = config.hidden_size, config.moe, find_family(config.model_type).parts
+    matrices = 2 if parts.experts.activation == "relu2" else 3
     if moe is None or not moe.sparse_layers[layer]:
-        return 3 * D * config.shapes[layer].intermediate_size
-    gate = find_family(config.model_type).parts.experts.shared_gate and moe.shared_size > 0
-    return D * (moe.num_experts + gate) + 3 * D * (moe.num_experts_per_tok * moe.intermediate_size + moe.shared_size)
+        return matrices * D * config.shapes[layer].intermediate_size
+    gate = parts.experts.shared_gate and moe.shared_size > 0
+    routed = matrices * (moe.latent_size or D) * moe.num_experts_per_tok * moe.intermediate_size
+    around = D * (moe.num_experts + gate) + 2 * D * moe.latent_size
+    return around + routed + matrices * D * moe.shared_size
 
 
 def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:
@@ -39,7 +42,7 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
         weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
-    scored = (layer for layer, kind in enumerate(config.layer_kinds) if not kind.mixer.recurrent)
+    scored = (layer for layer, kind in enumerate(config.layer_kinds) if kind.mixer.attends)
     widths = sum((config.layer_kinds[layer].head_dim + config.attended(layer)[1]) / 2 for layer in scored)
     return weights + 12 * config.num_attention_heads * widths * visible_keys
 

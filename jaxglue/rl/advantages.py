@@ -50,10 +50,66 @@ def compare(objective: RolloutObjective, rewards: Rewards) -> Advantages:
     return Advantages(np.nan_to_num(objective.advantages(rewards)), rewards.total, is_equal)
 
 
+def turn_credits(plan: RolloutPlan, generation: Generation) -> list[list[Float[np.ndarray, " L"]]]:
+    """Return the advantages of episodes' tokens: those of a turn are by the rewards from it on.
+
+    They are compared with what the prompt's other episodes had from their turn of the same number on. An episode's
+    reward less those of its turns before is what it had from one on.
+    """
+    totals = rewards_of(plan, generation).total
+    turns = [[_turn_rewards(plan, sample) for sample in group] for group in generation.samples]
+    count = max((len(rewards) for group in turns for rewards in group), default=0)
+    left = np.full((*totals.shape, count), np.nan)
+    for index, group in enumerate(turns):
+        for place, rewards in enumerate(group):
+            before = np.cumsum([0.0, *rewards])[: len(rewards)]
+            left[index, place, : len(rewards)] = totals[index, place] - before
+    advantages = [
+        np.nan_to_num(plan.objective.advantages(Rewards(by_function=left[:, :, [turn]], weights=np.ones(1))))
+        for turn in range(count)
+    ]
+    return [
+        [_spread(sample, [each[index, place] for each in advantages]) for place, sample in enumerate(group)]
+        for index, group in enumerate(generation.samples)
+    ]
+
+
+def _turn_rewards(plan: RolloutPlan, sample: Sample) -> list[float]:
+    """Return the weighted rewards of an episode's turns; 0 for those without."""
+    if sample.episode is None:
+        return [0.0]
+    names = plan.judge.names
+    weight = plan.judge.weights[names.index(sample.episode.name)] if sample.episode.name in names else 1.0
+    return [0.0 if np.isnan(reward) else float(weight * reward) for reward in sample.episode.turn_rewards]
+
+
+def _spread(sample: Sample, advantages: Sequence[float]) -> Float[np.ndarray, " L"]:
+    """Return each token's advantage, of its turn; those between turns have that of the next."""
+    ends = [len(sample.tokens)] if sample.episode is None else sample.episode.turn_ends
+    credits = np.zeros(len(sample.tokens), np.float32)
+    for start, end, value in zip([0, *ends[:-1]], ends, advantages, strict=False):
+        credits[start:end] = value
+    return credits
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of episodes, TRL's of tools among them; none without episodes."""
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    if not episodes:
+        return {}
+    calls, turns = sum(episode.calls for episode in episodes), [len(episode.turn_rewards) for episode in episodes]
+    return {
+        "episodes/turns": float(np.mean(turns)),
+        "episodes/died": sum(episode.died is not None for episode in episodes) / len(episodes),
+        "tools/call_frequency": calls / len(episodes),
+        "tools/failure_frequency": sum(episode.failures for episode in episodes) / max(calls, 1),
+    }
+
+
 def generation_metrics(plan: RolloutPlan, generation: Generation, advantages: Advantages) -> dict[str, float]:
     """Return the metrics of a generation's answers and rewards, in its first step."""
     samples = generation.all_samples
-    metrics = length_metrics(samples)
+    metrics = length_metrics(samples) | episode_metrics(samples)
     if plan.judge.names:
         metrics |= reward_metrics(generation.rewards, plan.judge.names, advantages)
     if plan.objective.divergence_in_reward and plan.objective.uses_reference:

@@ -1,7 +1,7 @@
 """Settings of answers that the model writes in training, and of their rewards, under TRL's names."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
@@ -15,6 +15,12 @@ def file_of_function(text: str) -> str | None:
 
 def _is_base(teacher: str | None) -> bool:
     return teacher == "base"
+
+
+def file_of_environment(text: str) -> str | None:
+    """Return the file of an environment, `games.py:Game`, or what else runs code; None for a shipped one."""
+    name, _, settings = text.partition("?")
+    return file_of_function(text) or (text if name == "sandbox" and "unsafe" in settings else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +53,23 @@ class RolloutConfig(Config):
     reward_workers: Annotated[int, Range(ge=1, le=1024)] = 2
     """Processes that judge answers."""
 
-    environment: Annotated[str | None, Code(file_of_function)] = None
-    """Function of a Python file that replies to a conversation, `games.py:reply`: with the next message, or with a
-    reward, which ends it."""
+    environment: Annotated[str | None, Code(file_of_environment)] = None
+    """What the model talks to: a class of a Python file, `games.py:Game`, whose methods are tools, as TRL's
+    environment_factory; or a function that replies with the next message, or a reward, which ends the conversation."""
     max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8
     """The most answers of the model in a conversation with --environment."""
+    max_episodes: Annotated[int, Range(ge=1, le=2**20)] | None = None
+    """The most episodes under way at once; by default all of a generation."""
+    max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
+    """The most answers that are written at once; by default as many as memory holds."""
+    history: Literal["append", "branch"] = "append"
+    """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
+    the messages, which may drop earlier thinking; each turn is then a row of its own."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn's tokens are trained by: the reward of the whole episode, or that of the turn and those after it."""
+    dead_episodes: Literal["drop", "zero", "stop"] = "drop"
+    """What becomes of an episode whose environment fails, ends its process or reaches a limit: it has no reward, or a
+    reward of 0, or the run stops."""
     teacher: Annotated[
         str | None,
         Excludes(

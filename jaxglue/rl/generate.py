@@ -1,6 +1,6 @@
 """A generation: answers of the model to some prompts, judged, with the log-probabilities that training reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -9,9 +9,11 @@ from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
+from jaxglue.generation.turns import TurnSource
 from jaxglue.rl.advantages import compare, rewards_of
-from jaxglue.rl.environment import Environment
-from jaxglue.rl.pack import Packed, groups_of, unpack
+from jaxglue.rl.conversation import ConversationTemplate
+from jaxglue.rl.episodes import Environment, EpisodeJournal, Episodes
+from jaxglue.rl.pack import Packed, groups_of, of_samples, unpack
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation
@@ -30,10 +32,8 @@ class Policy(Protocol):
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
 
-    def turn(
-        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
-    ) -> list[Sample]:
-        """Return an answer to each conversation in a later turn, of at most `room` tokens."""
+    def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
+        """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
 
     @property
     def teacher_matrix(self) -> Float[Array, "V E"]:
@@ -60,17 +60,29 @@ def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenize
     """Return the model as a writer of the plan's answers."""
     environment, config = None, plan.config
     if config.environment is not None:
-        turns, longest = config.max_turns, config.max_completion_length
-        environment = Environment(plan.judge.reply, tokenizer, turns=turns, longest=longest)
+        environment = Environment(
+            begin=plan.judge.begin,
+            template=ConversationTemplate(tokenizer),
+            any_tool=plan.judge.kinds is not None,
+            turns=config.max_turns,
+            longest=config.max_completion_length,
+            row=plan.seq_len,
+            at_once=config.max_episodes,
+            fate=config.dead_episodes,
+            branches=config.history == "branch",
+            names=plan.judge.episode_names,
+        )
     return Writer(policy=policy, tokenizer=tokenizer, environment=environment)
 
 
-def generate(plan: RolloutPlan, writer: Writer, position: int) -> Generation:
-    """Return answers to the prompts from a position in the run's order on.
+def generate(plan: RolloutPlan, writer: Writer, position: int, journal: EpisodeJournal | None = None) -> Generation:
+    """Return answers to the prompts from a position in the run's order on; a journal keeps episodes under way.
 
     With dynamic sampling prompts whose rewards do not differ are replaced by further ones, for some rounds; then
     log-probabilities are computed for the chosen answers alone.
     """
+    if writer.environment is not None:
+        writer = replace(writer, environment=writer.environment._replace(journal=journal))
     if not plan.config.dynamic_sampling:
         return _answer(plan, writer, position, with_log_probs=True)
     generation = _answer(plan, writer, position, with_log_probs=False)
@@ -122,17 +134,21 @@ def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
 
 def sample(plan: RolloutPlan, writer: Writer, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[list[Sample]]:
     """Return the model's answers to prompts with these numbers in the run, continued by the environment."""
-    samples = writer.policy.sample([prompt.tokens for prompt in prompts], numbers, plan.answers)
     if writer.environment is None:
-        return samples
-    return writer.environment.run(prompts, samples, numbers, writer.policy.turn)
+        return writer.policy.sample([prompt.tokens for prompt in prompts], numbers, plan.answers)
+    with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed) as episodes:
+        writer.policy.converse(episodes.sources, plan.answers)
+        return episodes.samples()
 
 
 def judge(
     plan: RolloutPlan, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
 ) -> Float[np.ndarray, "prompts answers functions"]:
-    """Return the rewards of answers; NaN where a function leaves one out."""
-    return plan.judge.score([Written(prompt, [*group]) for prompt, group in zip(prompts, samples, strict=True)])
+    """Return the rewards of answers; NaN where a function leaves one out, or an episode has died and counts as none."""
+    rewards = plan.judge.score([Written(prompt, [*group]) for prompt, group in zip(prompts, samples, strict=True)])
+    dead = np.array([[s.episode is not None and s.episode.died is not None for s in group] for group in samples])
+    rewards[dead] = 0.0 if plan.config.dead_episodes == "zero" else np.nan
+    return rewards
 
 
 def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -171,10 +187,10 @@ def _with_log_probs(generation: Generation, passes: _LogProbPasses | None) -> Ge
         return generation
     samples = generation.all_samples
     if passes.old is not None:
-        values = unpack(passes.packed, passes.old)
+        values = of_samples(generation.prompts, generation.samples, unpack(passes.packed, passes.old))
         samples = [answer._replace(old=own) for answer, own in zip(samples, values, strict=True)]
     if passes.reference is not None:
-        values = unpack(passes.packed, passes.reference)
+        values = of_samples(generation.prompts, generation.samples, unpack(passes.packed, passes.reference))
         samples = [answer._replace(reference=own) for answer, own in zip(samples, values, strict=True)]
     answers = iter(samples)
     return replace(generation, samples=[[next(answers) for _ in group] for group in generation.samples])

@@ -8,13 +8,15 @@ from threading import Lock
 from types import CodeType
 from typing import Any
 
+from jaxglue.rl.episode_process import EnvironmentKind
+from jaxglue.rl.episode_worker import describe, described, factories_of
 from jaxglue.rl.worker import reply
 from jaxglue.settings.dialects.rollouts import with_weights
 
 GIVEN = "given"
 """Stands for the file of a function."""
 _SETTINGS = ("reward", "reward_funcs", "reward_functions", "environment")
-_functions: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Any] = {}
 _lock = Lock()
 
 
@@ -48,6 +50,27 @@ def ask_given(request: dict[str, Any]) -> dict[str, Any]:
         return reply(request, _find)
 
 
+def describe_given(name: str, options: Mapping[str, str]) -> list[EnvironmentKind] | None:
+    """Return the classes of environments that a name stands for; None for a function that replies.
+
+    Raises:
+        ValueError: an environment without a reset, or with undocumented tools.
+    """
+    if (factories := factories_of(_find("", name))) is None:
+        return None
+    try:
+        return [EnvironmentKind(**kind) for kind in describe(factories, options)]
+    except Exception as error:
+        raise ValueError(described(error)) from error
+
+
+def given_factories(name: str) -> Mapping[str | None, Callable[..., Any]]:
+    """Return what makes environments, by their names."""
+    factories = factories_of(_find("", name))
+    assert factories is not None
+    return factories
+
+
 def digest_of(name: str) -> str:
     """Return the digest of a function's code, without that of functions which it calls; empty where there is none."""
     function = inspect.unwrap(_functions[name]) if name in _functions else None
@@ -66,7 +89,7 @@ def _parts(code: CodeType) -> Iterator[str]:
 
 def _name(value: Any) -> Any:
     """Return the name of a function, after noting it, and other values as they are."""
-    if not callable(value):
+    if not callable(value) and not isinstance(value, Mapping):
         return value
     name = getattr(value, "__name__", type(value).__name__)
     if _functions.setdefault(name, value) is not value:
@@ -74,7 +97,7 @@ def _name(value: Any) -> Any:
     return f"{GIVEN}:{name}"
 
 
-def _find(_: str, name: str) -> Callable[..., Any]:
+def _find(_: str, name: str) -> Any:
     if name not in _functions:
         raise ValueError(f"{name} was given as a function: give it again, or name its file, as in rewards.py:{name}")
     return _functions[name]

@@ -23,6 +23,7 @@ from jaxglue.rl.advantages import (
     length_metrics,
     reward_metrics,
     rewards_of,
+    turn_credits,
 )
 from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
@@ -57,7 +58,7 @@ class RolloutSteps(Iterator[Step]):
         self.state = LoopState()
         self.steps_per_epoch = max(1, len(plan.dataset) * plan.window // plan.prompts)
         """Optimizer steps in which as many prompts are answered as there are."""
-        self.max_segments = plan.config.generation_batch_size
+        self.max_segments = plan.most_rows
         """Segment slots of every batch."""
         self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests)
         self._writer: Writer | None = None
@@ -87,7 +88,8 @@ class RolloutSteps(Iterator[Step]):
         assert self._writer is not None
         plan, step = self.plan, self.state.step
         if generation is None:
-            generation = generate(plan, self._writer, self.state.position)
+            with self._folder.journal(step) as journal:
+                generation = generate(plan, self._writer, self.state.position, journal)
             self._folder.save(step, generation)
         advantages = compare(plan.objective, rewards_of(plan, generation))
         self._folder.record(step + 1, generation, plan.judge.names, advantages.values)
@@ -153,7 +155,8 @@ class RolloutSteps(Iterator[Step]):
 
 def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advantages: Advantages) -> list[Step]:
     """Return the optimizer steps on a generation: its prompts divided among some, all of them as often as asked."""
-    groups = groups_of(plan.objective, generation.prompts, generation.samples, advantages.values)
+    credits = turn_credits(plan, generation) if plan.config.credit == "turn" else None
+    groups = groups_of(plan.objective, generation.prompts, generation.samples, advantages.values, credits)
     if plan.objective.needs_teacher:
         groups = _with_teacher(plan, policy, groups, generation.prompts)
     size = len(groups) // plan.config.steps_per_generation
@@ -164,7 +167,7 @@ def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advant
 
 def _with_teacher(plan: RolloutPlan, policy: Policy, groups: Sequence[Group], prompts: Sequence[Prompt]) -> list[Group]:
     """Return groups with the teacher's hidden states of their answers, after its own prompts where it has some."""
-    asked = [Group(p.teacher or p.tokens, group.answers) for p, group in zip(prompts, groups, strict=True)]
+    asked = [Group(p.teacher or group.prompt, group.answers) for p, group in zip(prompts, groups, strict=True)]
     packed = plan.pack(asked)
     hidden = iter(unpack(packed, [policy.teacher_hidden(batch) for batch, _ in packed]))
     return [Group(g.prompt, [replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]

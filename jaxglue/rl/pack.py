@@ -13,9 +13,9 @@ from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
 from jaxglue.rl.prompts import Prompt
-from jaxglue.rl.sampler import Sample
+from jaxglue.rl.sampler import Row, Sample
 
-_OPTIONAL = ("old", "reference", "teacher")
+_OPTIONAL = ("old", "reference", "credits", "teacher")
 """Values of answers' tokens, of all answers or none."""
 
 
@@ -30,6 +30,8 @@ class TrainedAnswer:
     counted: Bool[np.ndarray, " L"]
     """False for tokens that the model did not write, such as results of tools, and those left out of the loss."""
     advantage: float = 0.0
+    credits: Float[np.ndarray, " L"] | None = None
+    """Advantages of its tokens, where they have some of their own; of all answers or none."""
     old: Float[np.ndarray, " L"] | None = None
     """Log-probabilities under the weights that wrote it, where these are not the present ones; of all answers or
     none."""
@@ -64,24 +66,86 @@ def groups_of(
     prompts: Sequence[Prompt],
     samples: Sequence[Sequence[Sample]],
     advantages: Values,
+    credits: Sequence[Sequence[Float[np.ndarray, " L"]]] | None = None,
 ) -> list[Group]:
-    """Return answers as the objective trains on them, after their prompts."""
+    """Return answers as the objective trains on them, after their prompts.
 
-    def answer(sample: Sample, advantage: float) -> TrainedAnswer:
-        trained = np.full(len(sample.tokens), sample.ended or not objective.masks_truncated)
-        return TrainedAnswer(
-            tokens=sample.tokens,
-            log_probs=sample.log_probs,
-            counted=trained if sample.counted is None else trained & sample.counted,
-            advantage=float(advantage),
-            old=sample.old,
-            reference=sample.reference,
-        )
+    Episodes of a prompt may have longer ones of their own, and rows for each turn: a group's prompt is what all of its
+    rows begin with, and the rest of a row's prompt precedes its tokens, without a loss.
 
-    return [
-        Group(prompt.tokens, [answer(*pair) for pair in zip(group, values, strict=True)])
-        for prompt, group, values in zip(prompts, samples, advantages, strict=True)
-    ]
+    Args:
+        objective: of the run.
+        prompts: of the rows.
+        samples: answers to each.
+        advantages: of the answers.
+        credits: advantages of their tokens, where these have some of their own.
+    """
+    groups = []
+    for index, (prompt, group) in enumerate(zip(prompts, samples, strict=True)):
+        shared, contexts = rows_after(prompt, group)
+        rows = iter(contexts)
+        answers = []
+        for place, sample in enumerate(group):
+            own = None if credits is None else credits[index][place]
+            for row in sample.rows(prompt.tokens):
+                answers.append(_trained(objective, sample, row, next(rows), float(advantages[index][place]), own))
+        groups.append(Group(shared, answers))
+    return groups
+
+
+def rows_after(prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sequence[int], list[Sequence[int]]]:
+    """Return the tokens that all rows of a prompt's answers begin with, and those after them up to each row's own."""
+    prompts = [row.prompt for sample in samples for row in sample.rows(prompt.tokens)]
+    first = prompts[0]
+    if all(own is first for own in prompts):
+        return first, [()] * len(prompts)
+    least, most = min(map(list, prompts)), max(map(list, prompts))
+    # What the first and last in order have in common, all have.
+    common = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
+    return first[:common], [own[common:] for own in prompts]
+
+
+def _trained(
+    objective: RolloutObjective,
+    sample: Sample,
+    row: Row,
+    context: Sequence[int],
+    advantage: float,
+    credits: Float[np.ndarray, " L"] | None,
+) -> TrainedAnswer:
+    """Return a row of an answer as training reads it, behind tokens that have no loss."""
+    before, span = len(context), slice(row.start, row.end)
+    trained = np.full(row.end - row.start, sample.ended or not objective.masks_truncated)
+    if sample.counted is not None:
+        trained &= sample.counted[span]
+
+    def behind(values: np.ndarray | None, nothing: float = 0.0) -> np.ndarray | None:
+        if values is None or not before:
+            return None if values is None else values[span]
+        return np.concatenate([np.full(before, nothing, values.dtype), values[span]])
+
+    return TrainedAnswer(
+        tokens=np.concatenate([np.array(context, np.int32), sample.tokens[span]]) if before else sample.tokens[span],
+        log_probs=behind(sample.log_probs, np.nan),  # type: ignore[arg-type]
+        counted=np.concatenate([np.zeros(before, bool), trained]) if before else trained,
+        advantage=advantage,
+        credits=behind(credits),
+        old=behind(sample.old),
+        reference=behind(sample.reference),
+    )
+
+
+def of_samples(
+    prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]], values: Sequence[Float[np.ndarray, "L *E"]]
+) -> list[Float[np.ndarray, "L *E"]]:
+    """Return the values of each answer's own tokens from those of its rows, in the order of `groups_of`."""
+    rows, joined = iter(values), []
+    for prompt, group in zip(prompts, samples, strict=True):
+        contexts = iter(rows_after(prompt, group)[1])
+        for sample in group:
+            parts = [next(rows)[len(next(contexts)) :] for _ in sample.rows(prompt.tokens)]
+            joined.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
+    return joined
 
 
 def pack_groups(

@@ -44,6 +44,19 @@ class RolloutPlan:
         _check_prompts(self.dataset.prompts, self.config.environment, answered=self.config.lmbda < 1)
         _check_prompts(self.held_out.prompts if self.held_out else (), self.config.environment, answered=False)
         assert self.answers  # or its error would come later
+        if self.config.credit == "turn":
+            self._check_credit()
+
+    def _check_credit(self) -> None:
+        """Refuse credit by turn where there are no turns, or an objective that takes answers whole."""
+        name = self.objective.config.objective
+        if self.config.environment is None:
+            raise ValueError("--credit turn is for episodes, which need an --environment")
+        if not self.objective.credits_tokens:
+            raise ValueError(
+                f"--credit turn is not for --objective {name}, which takes answers whole: use --credit episode, or "
+                "dapo, grpo, dr_grpo, bnpo, cispo or sapo"
+            )
 
     @cached_property
     def answers(self) -> int:
@@ -54,6 +67,12 @@ class RolloutPlan:
     def prompts(self) -> int:
         """Return the number of prompts that are answered together."""
         return self.config.generation_batch_size // self.answers
+
+    @property
+    def most_rows(self) -> int:
+        """Return the most answers of a generation as training reads them: turns of episodes may be some."""
+        branches = self.config.environment is not None and self.config.history == "branch"
+        return self.config.generation_batch_size * (self.config.max_turns if branches else 1)
 
     @property
     def window(self) -> int:
@@ -70,7 +89,7 @@ class RolloutPlan:
             groups,
             seq_len=self.seq_len,
             batch_size=self.batch_size,
-            slots=self.config.generation_batch_size,
+            slots=self.most_rows,
             shared=self.shared,
             copies=self.copies,
         )
@@ -93,6 +112,9 @@ class RolloutPlan:
         chosen = order[np.linspace(0, len(order) - 1, self.prompts).round().astype(int)[::-1]]
         typical = [self.dataset.prompts[row].tokens for row in chosen]
         longest = max((prompt.tokens for prompt in self.held_out.prompts), key=len) if self.held_out else typical[0]
+        if self.judge.kinds is not None:  # which may add to any prompt
+            longest = [*typical[0], *typical[0][-1:] * (self.seq_len - self.config.max_completion_length)]
+            longest = longest[: max(self.seq_len - self.config.max_completion_length, len(typical[0]))]
         return [max(typical[0], longest, key=len), *typical[1:]]
 
     @cached_property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxglue.terminal.lines import echo
 
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
 """Time for a process to import a file."""
 _END_SECONDS = 5.0
 """Time to end the programs that functions started."""
@@ -68,7 +68,7 @@ class JudgingProcess:
 
     def check(self, function: Function, known: dict[str, Any]) -> dict[str, Any]:
         """Import a function and check its parameters; return whether it judges each answer alone, or as `ask`."""
-        reply = self._exchange(function.request | {"check": True} | known, _START_SECONDS)
+        reply = self._exchange(function.request | {"check": True} | known, START_SECONDS)
         if not ("limit" in reply or "error" in reply):
             self._loaded.append(function)
         return reply
@@ -97,7 +97,7 @@ class JudgingProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
-        Thread(target=_print, args=(process,), daemon=True, name="prints of rewards").start()
+        Thread(target=print_lines, args=(process,), daemon=True, name="prints of rewards").start()
         return process
 
     def _reply(self, process: subprocess.Popen, end: float) -> dict[str, Any] | None:
@@ -156,7 +156,7 @@ def _reason(status: int) -> dict[str, Any]:
     return {"error": f"it ended its process with status {status}: let it return a reward, or raise an error"}
 
 
-def _print(process: subprocess.Popen) -> None:
+def print_lines(process: subprocess.Popen) -> None:
     """Print what functions print, with control characters visible: they may print answers."""
     assert process.stderr is not None
     with suppress(OSError, ValueError), process.stderr:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from jaxglue.data.tokenizer import encode_beginning, require_unicode
 Content = str | list[dict[str, Any]]
 """A text to continue, or a conversation to answer."""
 _KEYS = ("prompt", "messages", "conversations", "question")
+ToolsOfRow = Callable[[Mapping[str, Any]], list[Any]]
+"""Returns the schemas of the tools that the environment of a row has, by its columns."""
 
 
 class Prompt(NamedTuple):
@@ -43,7 +45,9 @@ class Prompt(NamedTuple):
     teacher: list[int] | None = None
     """Tokens of the teacher's prompt, where it is another."""
     tools: list[Any] | None = None
-    """Tools of the row, which its template is given."""
+    """Tools of the row and of its environment, which its template is given."""
+    asked: bool = True
+    """The row has a prompt; else its environment makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,7 @@ def read_prompts(
     teacher_system: str | None = None,
     held_out: bool = False,
     answered: bool = True,
+    tools: ToolsOfRow | None = None,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
@@ -89,12 +94,14 @@ def read_prompts(
         teacher_system: system message of a teacher's prompts; `{name}` stands for a column.
         held_out: read the held-out rows of `config`, not those to train on.
         answered: keep the rows' own answers.
+        tools: returns the schemas of the tools that the environment of a row with these columns has; rows may have no
+            prompt then.
 
     Raises:
         ValueError: no row, one without a prompt, or a prompt that leaves no room for the answer, by file and line.
     """
     adopt(tokenizer, config)
-    encoder, prompts = _Encoder(tokenizer, config.system, teacher_system), list[Prompt]()
+    encoder, prompts = _Encoder(tokenizer, config.system, teacher_system, tools), list[Prompt]()
     sources, named = (config.eval_sources, config.eval_data) if held_out else (config.sources, config.data)
     for row in (row for source in sources for row in read_rows(source)):
         prompt = encoder.encode(row)
@@ -130,7 +137,14 @@ def read_prompts(
 class _Encoder:
     """Tokenizes prompts as in generation."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, teacher_system: str | None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str,
+        teacher_system: str | None,
+        tools: "ToolsOfRow | None" = None,
+    ):
+        self._tools = tools
         self._tokenizer, self._system, self._teacher_system = tokenizer, system, teacher_system
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self._check = TemplateCheck(self._template) if self._template else None
@@ -141,13 +155,14 @@ class _Encoder:
             content, chat, columns = self._read(row.value)
             tokens = self._tokens(content, chat)
             given, teacher = self._given(row.value, chat, tokens), self._teacher(chat, columns)
-            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools)
+            asked = any(row.value.get(key) for key in _KEYS)
+            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools, asked)
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
     def _read(self, row: dict[str, Any]) -> tuple[Content, Chat | None, dict[str, Any]]:
         key = next((key for key in _KEYS if row.get(key)), None)
-        if key is None:
+        if key is None and self._tools is None:
             raise ValueError(f"a prompt needs one of {', '.join(_KEYS)}; the row's keys are {listed(row)}")
         refuse_media(row)
         columns = {name: value for name, value in row.items() if name not in (key, "tools", "system")}
@@ -156,8 +171,11 @@ class _Encoder:
                 raise ValueError(f"{unread!r} is for a chat, and the prompt is a text: write the row as 'messages'")
             require_unicode(row[key])
             return row[key], None, columns
-        messages = [{"role": "user", "content": row[key]}] if key == "question" else row[key]
-        chat = read_chat(messages, row.get("tools"), key)
+        asked = {"role": "user", "content": row[key] if key else ""}
+        messages = [asked] if key in (None, "question") else row[key]
+        chat = read_chat(messages, row.get("tools"), key or "prompt")
+        if self._tools is not None:
+            chat = chat._replace(tools=[*(chat.tools or ()), *self._tools(columns)] or None)
         if _is_answered(chat.messages):
             chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1])
         completed = with_system(chat, row)

@@ -7,7 +7,8 @@ import logging
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from jaxtyping import Float
 from jaxglue.files.atomic import atomic_file
 from jaxglue.files.json_file import parse_object
 from jaxglue.files.json_lines import move_aside
+from jaxglue.rl.journal import EPISODES, EpisodeFile
 from jaxglue.rl.prompts import Prompt
-from jaxglue.rl.sampler import Sample
+from jaxglue.rl.sampler import Episode, Sample
 
 KEPT, LINES = "rollouts", "rollouts.jsonl"
 _DAMAGED = (
@@ -122,6 +124,7 @@ class RolloutFolder:
             "rows": rollouts.rows,
             "ended": [sample.ended for sample in samples],
             "texts": [sample.text for sample in samples],
+            "episodes": [sample.episode and sample.episode._asdict() for sample in samples],
             "sampled": rollouts.sampled,
         }
         arrays: dict[str, Any] = {
@@ -137,6 +140,14 @@ class RolloutFolder:
         with atomic_file(self._file(step)) as temporary:
             temporary.write_bytes(_signed(buffer.getvalue()))
 
+    @contextmanager
+    def journal(self, step: int) -> Iterator[EpisodeFile]:
+        """Keep episodes of the generation after `step` optimizer steps while they are under way."""
+        path = self._path / KEPT / f"step-{step}{EPISODES}"
+        with EpisodeFile(path, {"run": self._run, "judges": self._judges}) as journal:
+            yield journal
+        path.unlink(missing_ok=True)
+
     def record(
         self, step: int, rollouts: Generation, names: Sequence[str], advantages: Float[np.ndarray, "prompts answers"]
     ) -> None:
@@ -146,10 +157,13 @@ class RolloutFolder:
         lines = []
         for index, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.samples, strict=True)):
             for sample, rewards, advantage in zip(group, rollouts.rewards[index], advantages[index], strict=True):
-                judged = [None if np.isnan(value) else float(value) for value in rewards]
+                judged = [*map(_number, rewards)]
                 line = {"step": step, "origin": prompt.origin, "prompt": prompt.content, "answer": sample.text}
                 line |= {"rewards": dict(zip(names, judged, strict=True)), "advantage": round(float(advantage), 4)}
                 line |= {"tokens": sample.length, "ended": sample.ended}
+                if (episode := sample.episode) is not None:
+                    line |= {"turns": episode.messages, "turn_rewards": [*map(_number, episode.turn_rewards)]}
+                    line |= {} if episode.died is None else {"died": episode.died}
                 line["log_probs"] = [None if np.isnan(x) else round(float(x), 4) for x in sample.log_probs]
                 lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with (self._path / LINES).open("a", encoding="utf-8") as file:
@@ -179,18 +193,22 @@ class RolloutFolder:
 
     def drop_all(self, *, but: int | None) -> None:
         """Delete the rollouts kept for all steps but one."""
-        for file in (self._path / KEPT).glob("step-*.npz"):
-            if int(file.stem.partition("-")[2]) != but:
+        for file in (self._path / KEPT).glob("step-*"):
+            if _step_of(file) != but or file.name.endswith(EPISODES):
                 file.unlink()
 
     def drop_before(self, step: int) -> None:
         """Delete the rollouts kept for steps before the one after `step`."""
-        for file in (self._path / KEPT).glob("step-*.npz"):
-            if int(file.stem.partition("-")[2]) < step:
+        for file in (self._path / KEPT).glob("step-*"):
+            if _step_of(file) < step:
                 file.unlink()
 
     def _file(self, step: int) -> Path:
         return self._path / KEPT / f"step-{step}.npz"
+
+
+def _step_of(file: Path) -> int:
+    return int(file.name.partition("-")[2].partition(".")[0])
 
 
 def _signed(content: bytes) -> bytes:
@@ -214,9 +232,10 @@ def _read_arrays(content: bytes) -> dict[str, np.ndarray]:
 def _generation(values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[Prompt]) -> Generation:
     bounds = np.cumsum(values["lengths"])[:-1]
     parts: dict[str, Any] = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
+    episodes = [episode and Episode(**episode) for episode in meta.get("episodes", [None] * len(meta["ended"]))]
     samples = [
-        Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text)
-        for index, (ended, text) in enumerate(zip(meta["ended"], meta["texts"], strict=True))
+        Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text, episode=episode)
+        for index, (ended, text, episode) in enumerate(zip(meta["ended"], meta["texts"], episodes, strict=True))
     ]
     count = len(samples) // len(meta["numbers"])
     return Generation(
@@ -228,6 +247,10 @@ def _generation(values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[
         rewards=values["rewards"],
         sampled=meta["sampled"],
     )
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _step(line: bytes) -> int | None:

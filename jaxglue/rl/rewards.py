@@ -1,6 +1,5 @@
 """Rewards of answers: functions in processes of their own, with limits of time and memory, and reward models."""
 
-import json
 import logging
 import math
 import os
@@ -8,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
@@ -18,7 +17,6 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.tokenizer import require_unicode
 from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardScorer
@@ -26,8 +24,11 @@ from jaxglue.hf.folder_digest import folder_digest
 from jaxglue.parts import Registry
 from jaxglue.rl.checks import check_schema, expected_texts
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.environment import Episode, Reply
-from jaxglue.rl.given import GIVEN, ask_given, digest_of
+from jaxglue.rl.conversation import Messages
+from jaxglue.rl.episode_process import EnvironmentKind, EpisodeDiedError, EpisodeProcess
+from jaxglue.rl.episodes import Host
+from jaxglue.rl.given import GIVEN, ask_given, describe_given, digest_of, given_factories
+from jaxglue.rl.hosts import ENVIRONMENT, FunctionHost, GivenConnection, ObjectHost, kind_of_row
 from jaxglue.rl.process import Function, JudgingProcess
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
@@ -37,8 +38,14 @@ from jaxglue.text.stream import CHANNEL, added_tokens, decode
 from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
 
 _CHECKS = Path(__file__).parent / "checks.py"
-ENVIRONMENT = "environment"
-"""Name of the reward that an environment gives."""
+_OWN = Path(__file__).parents[1] / "environments"
+_ENVIRONMENTS = {
+    "sandbox": ("sandbox", "Sandbox"),
+    "reasoning_gym": ("reasoning_tasks", "ReasoningGym"),
+    "textarena": ("textarena_games", "TextArena"),
+    "openenv": ("openenv_client", "OpenEnv"),
+}
+"""Files and classes of shipped environments; no file has the name of a package, which it would hide."""
 _TAIL = 16
 """Last tokens of a prompt, which tell whether it has begun to think."""
 _MOST_KILLED = 3
@@ -88,7 +95,10 @@ class Written(NamedTuple):
         """Return the answers to a text as texts, those to a conversation as its further messages."""
         if isinstance(self.prompt.content, str):
             return self.texts
-        return [sample.messages or [{"role": "assistant", "content": sample.text}] for sample in self.samples]
+        return [
+            sample.episode.messages if sample.episode else [{"role": "assistant", "content": sample.text}]
+            for sample in self.samples
+        ]
 
 
 class RewardSpec(NamedTuple):
@@ -172,14 +182,21 @@ def _check_shipped(options: Mapping[str, str]) -> None:
 
 
 def parse_environment(text: str) -> RewardSpec:
-    """Read `games.py:reply`, with settings and the weight of its reward behind a question mark.
+    """Read `games.py:Game`, with settings and the weight of its reward behind a question mark.
 
     Raises:
-        ValueError: no function of a file, or a weight that is no number.
+        ValueError: no class or function of a file, or a weight that is no number.
     """
-    if ":" not in text.partition("?")[0]:
-        raise ValueError(f"--environment {text}: expected a function of a file, as in games.py:reply")
-    return parse_reward(text)
+    name, mark, settings = text.partition("?")
+    if ":" in name:
+        return parse_reward(text)
+    if name not in _ENVIRONMENTS:
+        raise ValueError(
+            f"--environment {text}: expected a class or function of a file, as in games.py:Game, or one of "
+            f"{', '.join(_ENVIRONMENTS)}"
+        )
+    file, kind = _ENVIRONMENTS[name]
+    return parse_reward(f"{_OWN / file}.py:{kind}{mark}{settings}")
 
 
 class Judge:
@@ -195,8 +212,22 @@ class Judge:
     def __init__(self, config: RolloutConfig):
         self.specs = [parse_reward(text) for text in config.reward]
         self._environment = None if config.environment is None else parse_environment(config.environment)
-        if self._environment is not None:
-            self.specs.append(RewardSpec(ENVIRONMENT, "", {}, self._environment.weight))
+        self._episodes: EpisodeProcess | None = None
+        self.kinds: list[EnvironmentKind] | None = None
+        """Classes of environments; None for a function that replies, or without any."""
+        if (environment := self._environment) is not None:
+            self._episodes = EpisodeProcess(
+                environment.call, memory=config.reward_memory, seconds=config.reward_timeout
+            )
+            self.kinds = self._describe(environment)
+            judging = [ENVIRONMENT] if self.kinds is None else [k.class_name for k in self.kinds if k.judges]
+            self.specs += [RewardSpec(name, "", {}, environment.weight) for name in dict.fromkeys(judging)]
+            if not (self.specs or config.teacher):
+                raise ValueError(
+                    f"--environment {config.environment}: no class has get_reward: give one, or a --reward beside it"
+                )
+        self._of_episodes = {spec.name for spec in self.specs if not spec.file and spec.folder is None}
+        """Rewards that episodes bring."""
         names = [spec.name for spec in self.specs]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"--reward: two are named {twice}, and metrics tell them by name: let &as= name one")
@@ -229,6 +260,50 @@ class Judge:
         files |= {spec.options["schema"] for spec in specs if spec.is_shipped and "schema" in spec.options}
         folders = {str(spec.folder): folder_digest(spec.folder) for spec in specs if spec.folder is not None}
         return {file: file_digest(Path(file))[:16] for file in sorted(files) if os.path.isfile(file)} | folders | given
+
+    def _describe(self, environment: RewardSpec) -> list[EnvironmentKind] | None:
+        """Return the classes of environments that a name stands for; None for a function that replies."""
+        assert self._episodes is not None
+        try:
+            if environment.file == GIVEN:
+                return describe_given(environment.function, environment.options)
+            return self._episodes.describe()
+        except ValueError as error:
+            raise ValueError(f"--environment {environment.file}:{environment.function}: {error}") from None
+
+    @property
+    def episode_names(self) -> list[str]:
+        """Return the names of the rewards that episodes bring."""
+        return [spec.name for spec in self.specs if spec.name in self._of_episodes]
+
+    def tools_of(self, columns: Mapping[str, Any]) -> list[Any]:
+        """Return the tools of the environment of a row; errors as of `kind_of`."""
+        kind = self.kind_of(columns, "--environment")
+        return [] if kind is None else kind.tools
+
+    def kind_of(self, columns: Mapping[str, Any], where: str) -> EnvironmentKind | None:
+        """Return the class of environments of a row; raise ValueError where it names none of several."""
+        return None if self.kinds is None else kind_of_row(self.kinds, columns, where)
+
+    def begin(self, prompt: Prompt, seed: str) -> Host:
+        """Begin the environment of an episode.
+
+        Args:
+            prompt: of the row.
+            seed: of random numbers.
+        """
+        environment = self._environment
+        assert environment is not None and self._episodes is not None
+        where = f"environment of {prompt.origin}"
+        if (kind := self.kind_of(prompt.columns, prompt.origin)) is None:
+            return FunctionHost(partial(self._reply, environment, prompt, where), where)
+        beside = {spec.name: spec.call for spec in self.specs if spec.file and spec.name in self._of_episodes}
+        if environment.file == GIVEN:
+            factory = given_factories(environment.function)[kind.name]
+            connection: Any = GivenConnection(factory, environment.options)
+        else:
+            connection = self._episodes.begin(kind.name, seed)
+        return ObjectHost(connection, kind, beside, chosen=kind.name is not None)
 
     def check(self, columns: Collection[str]) -> None:
         """Import every function once.
@@ -263,7 +338,8 @@ class Judge:
     def _functions(self) -> list[tuple[str, RewardSpec]]:
         """Return the functions that judge and reply, each after its flag and name."""
         flags = [("--reward", spec) for spec in self.specs if spec.file]
-        flags += [] if self._environment is None else [("--environment", self._environment)]
+        if self._environment is not None and self.kinds is None:
+            flags.append(("--environment", self._environment))
         return [
             (f"{flag} {s.function if s.is_shipped or s.file == GIVEN else f'{s.file}:{s.function}'}", s)
             for flag, s in flags
@@ -271,13 +347,15 @@ class Judge:
 
     def _check(self, where: str, spec: RewardSpec, columns: Collection[str]) -> None:
         """Import a function, and check that columns of these names have its parameters."""
-        known = {"columns": sorted(columns), "replies": spec is self._environment}
+        known = {"columns": sorted(columns), "replies": spec is self._environment, "episodes": self.kinds is not None}
         if spec.file == GIVEN:
             reply = ask_given(spec.call.request | {"check": True} | known)
         else:
             reply = self._processes[0].check(spec.call, known)
             if reply.get("judges_each"):
                 self._judges_each.add(spec.name)
+            if reply.get("reads_environments"):
+                self._of_episodes.add(spec.name)
         if limit := reply.get("limit"):
             raise ValueError(f"{where}: its import reached {limit}")
         if error := reply.get("error"):
@@ -312,60 +390,37 @@ class Judge:
             (row, column): self._threads.submit(self._ask, spec, group)
             for row, group in enumerate(written)
             for column, spec in enumerate(self.specs)
-            if spec.file
+            if spec.file and spec.name not in self._of_episodes
         }
         for column, spec in enumerate(self.specs):
-            if spec.file:
-                continue
-            if spec.folder is None:
-                found[:, :, column] = [[sample.reward for sample in group.samples] for group in written]
-            else:
-                documents = [[*group.prompt.tokens, *ids] for group in written for ids in group.ids]
+            if spec.name in self._of_episodes:
+                found[:, :, column] = [
+                    [
+                        sample.episode.rewards.get(spec.name, math.nan) if sample.episode else math.nan
+                        for sample in group.samples
+                    ]
+                    for group in written
+                ]
+            elif spec.folder is not None:
+                documents = [_document(group.prompt, sample) for group in written for sample in group.samples]
                 found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
         for (row, column), task in tasks.items():
             found[row, :, column] = task.result()
         return found
 
-    def reply(self, episodes: Sequence[Episode]) -> list[Reply]:
-        """Return the environment's replies to conversations; beyond a limit they end without a reward.
+    def _reply(self, environment: RewardSpec, prompt: Prompt, where: str, messages: Messages, last: bool) -> Any:
+        """Return the reply of a function to a conversation.
 
         Raises:
-            ValueError: the environment fails, or replies with something else than a text, a message or a finite number.
+            EpisodeDiedError: it reaches a limit.
+            ValueError: it fails.
         """
-        return list(self._threads.map(self._reply, episodes))
-
-    def _reply(self, episode: Episode) -> Reply:
-        assert self._environment is not None and not isinstance(episode.prompt.content, str)
-        request = {
-            "messages": [*episode.prompt.content, *episode.messages],
-            "columns": dict(episode.prompt.columns),
-            "completions": [None],
-            "completion_ids": [None],
-            "texts": [None],
-            "prompt": None,
-            "last": episode.is_last,
-        }
-        where = f"environment of {episode.prompt.origin}"
-        found = self._call(self._environment, request, where)
-        if limit := found.get("limit"):
-            self._warn(where, [limit], 1)
-            return None
-        reply = found["reply"]
-        try:
-            require_unicode(json.dumps(reply, ensure_ascii=False))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if isinstance(reply, str):
-            return [{"role": "user", "content": reply}]
-        replies = [reply] if isinstance(reply, dict) else reply
-        if isinstance(replies, list) and replies and all(map(_is_message, replies)):
-            return replies
-        if reply is None or (isinstance(reply, float) and math.isfinite(reply)):
-            return reply
-        raise ValueError(
-            f"{where}: expected a text, a message with content and a role other than "
-            f"assistant, a list of messages, a finite number or None, got {reply!r:.200}"
-        )
+        request: dict[str, Any] = {"messages": messages, "columns": dict(prompt.columns), "last": last}
+        nothing = {"completions": [None], "completion_ids": [None], "texts": [None], "prompt": None}
+        reply = self._call(environment, request | nothing, where)
+        if limit := reply.get("limit"):
+            raise EpisodeDiedError(f"reached {limit}")
+        return reply["reply"]
 
     def _ask(self, spec: RewardSpec, group: Written) -> list[float]:
         """Return a function's rewards of the answers to a prompt; NaN beyond a limit.
@@ -431,8 +486,10 @@ class Judge:
         opened = thought_after(str(tokenizer.decode(group.prompt.tokens[-_TAIL:]))) is Thought.BEGUN
 
         def visible(sample: Sample) -> str:
-            if sample.messages:
-                written = [message for message in sample.messages if message["role"] == "assistant"]
+            if sample.episode:
+                written = [message for message in sample.episode.messages if message["role"] == "assistant"]
+                if not written:
+                    return ""
                 text = str(written[-1]["content"])
             elif tags or channels:
                 text = decode(tokenizer, sample.tokens.tolist())
@@ -449,6 +506,8 @@ class Judge:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.end()
+        if self._episodes is not None:
+            self._episodes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -468,10 +527,10 @@ def _check_values(name: str, prompts: Sequence[Prompt]) -> None:
             raise ValueError(f"--reward {name}, {prompt.origin}: {error}") from None
 
 
-def _is_message(value: Any) -> bool:
-    """Tell whether a value is a message of others than the model."""
-    texts = isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-    return texts and value["role"] != "assistant"
+def _document(prompt: Prompt, sample: Sample) -> list[int]:
+    """Return an answer's tokens after its prompt; of a conversation in several rows, those of the last."""
+    *_, row = sample.rows(prompt.tokens)
+    return [*row.prompt, *sample.tokens[row.start : row.end].tolist()]
 
 
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:

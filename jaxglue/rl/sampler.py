@@ -1,10 +1,9 @@
 """Answers of the model in training, by the weights that it has now."""
 
 import logging
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.pages import CachePlan, free_bytes
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.turns import TurnSource, decode_turns
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import one_device_each
 
@@ -27,8 +27,39 @@ _MANY_STEPS = 1024
 _Trees = tuple[Params, Params]
 """Trainable and frozen parameters."""
 
-_TURN = 1_000_003
-"""Separates the seeds of turns."""
+
+class Episode(NamedTuple):
+    """What is known of a conversation with an environment, beside its tokens."""
+
+    messages: list[dict[str, Any]]
+    """After those of the row's prompt; the first is what the environment added to it, if it did."""
+    prompts: list[list[int]]
+    """Tokens before each of its rows: one, or one for each turn that is a row of its own."""
+    row_ends: list[int]
+    """Ends of the rows among its tokens."""
+    turn_ends: list[int]
+    """Ends of the model's turns among its tokens."""
+    turn_rewards: list[float]
+    """Of each turn; NaN where the environment gave none."""
+    rewards: Mapping[str, float]
+    """Of the whole, by names; NaN for none."""
+    calls: int = 0
+    """Tools that were called."""
+    failures: int = 0
+    """Calls that failed."""
+    died: str | None = None
+    """Why it ended before its time."""
+    name: str = ""
+    """Of the environment's own reward, of which those of turns are parts."""
+
+
+class Row(NamedTuple):
+    """Tokens that training reads after a prompt."""
+
+    prompt: Sequence[int]
+    start: int
+    end: int
+    """Of its tokens among those of the answer."""
 
 
 class Sample(NamedTuple):
@@ -48,10 +79,18 @@ class Sample(NamedTuple):
     """Log-probabilities under the reference, where the objective has one."""
     counted: Bool[np.ndarray, " L"] | None = None
     """False for tokens of an environment; None where the model wrote all."""
-    reward: float = math.nan
-    """Reward by an environment; NaN without one."""
-    messages: list[dict[str, Any]] | None = None
-    """Messages of a conversation with an environment, after those of the prompt."""
+    episode: Episode | None = None
+    """The conversation with an environment that it is, if there is one."""
+
+    def rows(self, prompt: Sequence[int]) -> Iterator[Row]:
+        """Yield the answer's rows: one after the prompt, but for conversations with prompts of their own."""
+        if self.episode is None:
+            yield Row(prompt, 0, len(self.tokens))
+            return
+        start = 0
+        for own, end in zip(self.episode.prompts, self.episode.row_ends, strict=True):
+            yield Row(own, start, end)
+            start = end
 
     @property
     def length(self) -> int:
@@ -99,6 +138,7 @@ class Sampler:
         sampling: of every answer; the seed is the run's.
         rounds: calls to come, which decide whether a program of all layers is worth compiling.
         typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
+        slots: the most answers at a time; by default as many as memory holds.
     """
 
     def __init__(
@@ -109,7 +149,9 @@ class Sampler:
         *,
         rounds: int,
         typical: Sequence[Sequence[int]],
+        slots: int | None = None,
     ):
+        self._slots = slots
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
         self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
@@ -136,6 +178,17 @@ class Sampler:
             answered = list(pool.map(answer, copies, parts))
         return [answered[index % len(copies)][index // len(copies)] for index in range(len(requests))]
 
+    def _planned(self, copies: Sequence[_Trees], count: int) -> CachePlan:
+        """Return the plan of the cache, which is made once; prompts have so many answers each."""
+        if self._plan is None:
+            devices = [_device_of(copy) for copy in copies]
+            typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
+            free = min(free_bytes(device=device) for device in devices)
+            options: dict[str, Any] = {} if self._slots is None else {"slots": -(-self._slots // len(devices))}
+            self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free, **options)
+            _log.info("sampling: %s", self._plan)
+        return self._plan
+
     def __call__(
         self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
     ) -> list[list[Sample]]:
@@ -147,29 +200,30 @@ class Sampler:
             indices: of the prompts in the run, which alone decide on random numbers beside the seed.
             count: answers to each.
         """
-        if self._plan is None:
-            devices = [_device_of(copy) for copy in copies_of((trainable, frozen))]
-            typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
-            free = min(free_bytes(device=device) for device in devices)
-            self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free)
-            _log.info("sampling: %s", self._plan)
+        self._planned(copies_of((trainable, frozen)), count)
         pairs = zip(prompts, indices, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
         return self._divided((trainable, frozen), requests, count)
 
-    def turn(
-        self,
-        trainable: Params,
-        frozen: Params,
-        prompts: Sequence[Sequence[int]],
-        indices: Sequence[int],
-        turn: int,
-        room: Sequence[int],
-    ) -> list[Sample]:
-        """Return an answer to each prompt in a later turn of its conversation, of at most `room` tokens."""
-        seed = self._sampling.seed + turn * _TURN
-        requests = [
-            Request(prompt, replace(self._sampling, max_tokens=most, seed=seed), index)
-            for prompt, index, most in zip(prompts, indices, room, strict=True)
-        ]
-        return [answer for (answer,) in self._divided((trainable, frozen), requests, 1)]
+    def converse(
+        self, trainable: Params, frozen: Params, sources: Callable[[int], Sequence[TurnSource]], count: int
+    ) -> None:
+        """Decode the turns of conversations until all are over.
+
+        Args:
+            trainable, frozen: parameters, as they are in training.
+            sources: divides the conversations among so many devices, which hold the same weights.
+            count: conversations of a prompt.
+        """
+        copies = copies_of((trainable, frozen))
+        plan = self._planned(copies, count)
+
+        def decode(trees: _Trees, source: TurnSource) -> None:
+            with one_device_each() if len(copies) > 1 else nullcontext():
+                decode_turns(self._engine, trees, source, plan, self._sampling, self._stops, whole=self._one_program)
+
+        if len(copies) == 1:
+            decode(copies[0], sources(1)[0])
+            return
+        with ThreadPoolExecutor(len(copies), "sampling") as pool:
+            list(pool.map(decode, copies, sources(len(copies))))

@@ -26,12 +26,12 @@ _SINGULAR = {"prompt": "prompts", "completion": "texts", "completion_ids": "comp
 """Parameters of functions that judge one answer, by those of functions that judge all answers to a prompt."""
 _ALL = ("prompts", "completions", "completion_ids", "texts")
 """Parameters of the latter."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @cache
-def load(file: str, name: str) -> Callable[..., Any]:
-    """Return a function of a file.
+def load(file: str, name: str, kinds: tuple[type, ...] = ()) -> Any:
+    """Return a function of a file, or a value of these kinds.
 
     Raises:
         ValueError: no such file, or no such function in it.
@@ -46,7 +46,7 @@ def load(file: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(path.parent.resolve()))  # its neighbors can be imported
     specification.loader.exec_module(module)
     found = getattr(module, name, None)
-    if not callable(found):
+    if not (callable(found) or isinstance(found, kinds)):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"{file} has no function {name!r}; it has {', '.join(known) or 'none'}")
     return found
@@ -79,11 +79,13 @@ def values_of(function: Callable[..., Any], *, replies: bool) -> tuple[str, ...]
 def judges_all(function: Callable[..., Any]) -> bool:
     """Return whether a function gets all answers to a prompt at once, as in TRL.
 
-    It has a parameter `completions`, or `**columns` and neither `completion` nor `prompt`.
+    It has a parameter `completions` or `environments`, or `**columns` and neither `completion` nor `prompt`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "completions" in parameters or (takes_all and not parameters.keys() & {"completion", "prompt"})
+    return bool(parameters.keys() & {"completions", "environments"}) or (
+        takes_all and not parameters.keys() & {"completion", "prompt"}
+    )
 
 
 def judge(function: Callable[..., Any], request: dict[str, Any]) -> list[Any]:
@@ -137,15 +139,19 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
         function = find(request["file"], request["function"])
         if request.get("check"):
             check_options(function, request["options"])
+            known = ("environments",) if request.get("episodes") else ()
             if (columns := request.get("columns")) is not None:
-                check_values(
-                    function, (*values_of(function, replies=request["replies"]), *request["options"], *columns)
-                )
-            return {"judges_each": not (judges_all(function) or inspect.iscoroutinefunction(function))}
+                values = values_of(function, replies=request["replies"])
+                check_values(function, (*values, *known, *request["options"], *columns))
+            named = inspect.signature(function).parameters
+            return {
+                "judges_each": not (judges_all(function) or inspect.iscoroutinefunction(function)),
+                "reads_environments": "environments" in named and bool(known),
+            }
         rewards = judge(function, request)
         if "messages" in request:
             return {"reply": rewards[0] if isinstance(rewards[0], str | dict | list | None) else float(rewards[0])}
-        return {"rewards": [_number(value) for value in rewards]}
+        return {"rewards": [as_number(value) for value in rewards]}
     except MemoryError:
         return {"limit": "its limit of memory"}
     except BaseException as error:
@@ -156,7 +162,7 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
         return {"error": f"{type(error).__name__}: {error}{where}"}
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """Return a reward; texts of numbers are none."""
     if isinstance(value, str | bytes):
         raise TypeError(f"expected a number or None, got {value!r:.80}")
@@ -181,7 +187,7 @@ def _serve(memory: int) -> None:
             replies.flush()
 
 
-def _set(option: int, value: int) -> None:
+def set_option(option: int, value: int) -> None:
     """Set an option of this process; without Linux's there are none."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -205,7 +211,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
             yield ended
 
 
-def _end_descendants() -> None:
+def end_descendants() -> None:
     """Kill the processes under this one; those whose parents end become its children."""
     while found := _descendants():
         for process in found:
@@ -231,11 +237,11 @@ def _descendants() -> set[int]:
 def main() -> None:
     """Answer requests in a child until standard input ends; then end all that it has started."""
     parent, both = os.getppid(), {signal.SIGCHLD, signal.SIGTERM}
-    _set(_PR_SET_CHILD_SUBREAPER, 1)
+    set_option(PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.pthread_sigmask(signal.SIG_BLOCK, both)
     if not (child := os.fork()):
-        _set(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_option(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         _serve(int(float(sys.argv[1]) * 2**30))
         return
@@ -243,7 +249,7 @@ def main() -> None:
     for descriptor in (0, 1):
         os.dup2(empty, descriptor)  # or the pipes would stay open without the child
     status = _watch(child, parent)
-    _end_descendants()
+    end_descendants()
     if status < 0:
         with contextlib.suppress(OSError, ValueError):  # of SIGKILL, which has one disposition
             signal.signal(-status, signal.SIG_DFL)

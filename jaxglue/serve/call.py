@@ -6,6 +6,7 @@ Chats are the common form: other protocols' bodies become those of chats, and th
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from jaxglue.serve.fields import (
     read_variables,
 )
 from jaxglue.serve.host import Host
-from jaxglue.serve.lanes import beside, compile_grammar, is_long
+from jaxglue.serve.lanes import beside, compile_grammar, is_long, paced
 from jaxglue.serve.refusals import BadRequestError
 from jaxglue.serve.service import TooLongError, require_short
 from jaxglue.text.stream import special_stops
@@ -115,7 +116,9 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     shown = without_images(messages)
     if shown != messages and not host.sees:
         raise BadRequestError("this model sees no images: send text alone", parameter="messages")
-    text = json.dumps([shown, tools], ensure_ascii=False)
+    is_large = len(messages) + (len(tools) if isinstance(tools, list) else 0) > _MANY
+    dump = partial(json.dumps, [shown, tools], ensure_ascii=False)
+    text = await paced(dump) if is_large else dump()
     await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
 
     def encode() -> ChatPrompt:
@@ -132,6 +135,8 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     return await beside(len(text), encode) if is_long(len(text)) or host.sees else encode()
 
 
+_MANY = 4096
+"""Messages and tools that take more than some milliseconds to write as JSON."""
 _HIDDEN = 4
 """Tokens of a chat as JSON for one that a prompt may have: templates leave some out, and write others shorter."""
 

@@ -9,12 +9,15 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.serve.lanes import paced
 from jaxglue.serve.record import record_of
 from jaxglue.serve.refusals import BadRequestError
 from jaxglue.settings.spelling import nearest
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
 _LARGEST_WITH_IMAGES = 16 * 2**20
+_LARGE_BODY = 2**18
+"""Bytes of a body that takes more than some milliseconds to parse."""
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128
@@ -124,7 +127,7 @@ async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = F
     if (count := content.count(b"[") + content.count(b"{")) > _MOST_CONTAINERS:
         raise BadRequestError(f"the body has about {count:,} lists and objects: at most {_MOST_CONTAINERS:,} are read")
     try:
-        body = json.loads(content)
+        body = await paced(json.loads, content) if len(content) > _LARGE_BODY else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -79,7 +79,8 @@ class Host:
 
     @cached_property
     def _scorer(self) -> PromptScorer:
-        return PromptScorer(self.assistant)
+        model = self.assistant
+        return PromptScorer(model.graphdefs, model.config, model.frozen, model.dtype)
 
     @cached_property
     def _scoring(self) -> ThreadPoolExecutor:

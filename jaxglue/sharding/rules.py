@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
     (rf"\.((q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)\.weight{_ARRAY}$", P("fsdp")),
     (rf"\.(in_proj(_qkv|_z)?|out_proj)\.weight{_ARRAY}$",           P("fsdp")),
+    (rf"\.(input|output)_linear\.weight{_ARRAY}$",                  P("fsdp")),
     (rf"\.w[123]\.weight{_ARRAY}$",                                P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import stop_gradient
 
 from jaxglue.api.documents import TokenDocument
 from jaxglue.api.losses import Loss
@@ -21,6 +22,8 @@ class TokenLoss(NamedTuple):
     function: Loss
     columns: tuple[str, ...]
     """Arrays of a request that it reads."""
+    derive: Callable[[TokenDocument, np.ndarray], TokenDocument] | None = None
+    """Returns a document with further columns, from its targets' log-probabilities under the present weights."""
 
 
 def find_loss(name: str, config: Mapping[str, float]) -> TokenLoss:
@@ -36,7 +39,7 @@ def find_loss(name: str, config: Mapping[str, float]) -> TokenLoss:
         make, columns, defaults = _MAKERS[name]
         if unknown := sorted(config.keys() - defaults.keys()):
             raise ValueError(f"loss_fn_config: {', '.join(unknown)} is not for {name}")
-        _LOSSES[key] = TokenLoss(make(**{**defaults, **config}), columns)
+        _LOSSES[key] = TokenLoss(make(**{**defaults, **config}), columns, _DERIVED.get(name))
     return _LOSSES[key]
 
 
@@ -64,6 +67,23 @@ def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
     return loss
 
 
+def _gspo(clip_low_threshold: float, clip_high_threshold: float) -> Loss:
+    def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
+        ratio = jnp.exp(columns[_SEQUENCE] + log_probs - stop_gradient(log_probs))
+        return clipped_losses(ratio, columns["advantages"], clip_low_threshold, clip_high_threshold)
+
+    return loss
+
+
+def _with_sequence_ratio(document: TokenDocument, log_probs: np.ndarray) -> TokenDocument:
+    """Return a document with the mean of its log-ratios, over the tokens that its mask marks, at each token."""
+    columns = document.columns
+    counted = columns["sequence_ratio_mask"] != 0
+    differences = (log_probs - columns["logprobs"])[counted]
+    value = differences.mean() if len(differences) else 0.0
+    return document._replace(columns={**columns, _SEQUENCE: np.full(len(log_probs), value, np.float32)})
+
+
 def _dro(beta: float) -> Loss:
     def loss(log_probs: Tokens, columns: TokenColumns) -> Tokens:
         return 0.5 * beta * (log_probs - columns["logprobs"]) ** 2 - log_probs * columns["advantages"]
@@ -75,6 +95,8 @@ def _ratio(log_probs: Tokens, columns: TokenColumns) -> Tokens:
     return jnp.exp(log_probs - columns["logprobs"])
 
 
+_SEQUENCE = "sequence_log_ratio"
+_DERIVED = {"gspo": _with_sequence_ratio}
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _RATIO = ("logprobs", "advantages")
 _MAKERS: dict[str, tuple[Callable[..., Loss], tuple[str, ...], dict[str, float]]] = {
@@ -82,18 +104,21 @@ _MAKERS: dict[str, tuple[Callable[..., Loss], tuple[str, ...], dict[str, float]]
     "importance_sampling": (_importance_sampling, _RATIO, {}),
     "ppo": (_ppo, _RATIO, _CLIPS),
     "cispo": (_cispo, _RATIO, _CLIPS),
+    "gspo": (_gspo, (*_RATIO, "sequence_ratio_mask"), _CLIPS),
     "dro": (_dro, _RATIO, {"beta": 0.05}),
 }
 """Losses of tokens by Tinker's names, which are summed: makers, arrays that they read, settings."""
 
 
 def read_document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> TokenDocument:
-    """Return a document with the arrays that a loss reads; weights are 1 where none are given.
+    """Return a document with the arrays that a loss reads; weights and masks are 1 where none are given.
 
     Raises:
         ValueError: an array that is missing, or of another length than the tokens.
     """
-    arrays = {"weights": np.ones(len(tokens), np.float32), **inputs} if "weights" in columns else dict(inputs)
+    arrays: dict[str, np.ndarray] = dict(inputs)
+    for name in {"weights", "sequence_ratio_mask"} & {*columns}:
+        arrays.setdefault(name, np.ones(len(tokens), np.float32))
     targets = arrays.pop("target_tokens", None)
     if targets is None or not arrays.keys() >= set(columns):
         raise ValueError(f"loss_fn_inputs: expected target_tokens, {', '.join(columns)}, got {', '.join(inputs)}")

@@ -16,11 +16,12 @@ import re
 import secrets
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -44,6 +45,7 @@ _KEPT_RESULTS = 1024
 _KEPT_SAMPLERS = 16
 """Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
 _MOST_SAMPLES = 1024
+_MOST_LIKELY = 100
 _LARGEST_RANK = 4096
 _PROTOBUF = "application/x-protobuf"
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -257,7 +259,7 @@ class TinkerServer:
         model, loss = self._model({"model_id": request.model_id}), find_loss(request.loss, request.config)
         documents = [read_document(datum.tokens, datum.inputs, loss.columns) for datum in request.data]
         total, log_probs = model.session.forward_backward_tokens(
-            documents, loss.function, backward=not request.forward_only
+            documents, loss.function, backward=not request.forward_only, derive=loss.derive
         )
         return loss_response(log_probs, {"loss:sum": total})
 
@@ -310,9 +312,8 @@ class TinkerServer:
         if sampler is None:
             raise ValueError(f"asample: expected a sampling session of the last {_KEPT_SAMPLERS} saved weights")
         given, session = dict(_object(body, "sampling_params")), sampler.model.session
-        asked = {name: body[name] for name in ("topk_prompt_logprobs", "prompt_logprobs") if body.get(name)}
-        if asked:
-            raise ValueError(f"asample: {', '.join(asked)} are not computed: use a forward pass")
+        if unread := [name for name in ("topk_sample_logprobs", "target_prompt_logprobs") if body.get(name)]:
+            raise ValueError(f"asample: {', '.join(unread)} are not computed: use a forward pass")
         seed, longest = given.get("seed"), given.get("max_tokens")
         config = SamplingConfig(
             max_tokens=512 if longest is None else longest,
@@ -325,7 +326,31 @@ class TinkerServer:
         request = Request(prompt, config, n=_whole(body, "num_samples", 1))
         stops = None if given.get("stop") is None else _stops(session, given["stop"])
         done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
-        return sample_response([(each.tokens, each.log_probs, each.finish == "stop") for each in done])
+        answers = [(each.tokens, each.log_probs, each.finish == "stop") for each in done]
+        top = _whole(body, "topk_prompt_logprobs", 0, least=0)
+        if not (_flag(body, "prompt_logprobs", False) or top):
+            return sample_response(answers)
+        return sample_response(answers, *_prompt_scores(session, prompt, top, body, sampler.weights))
+
+
+def _prompt_scores(
+    session: Session, prompt: Sequence[int], top: int, body: Mapping[str, Any], weights: Params
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    """Return log-probabilities of a prompt's tokens, and the likeliest in their places; the first has none.
+
+    Where the request asks for the last ones alone, the others have none either.
+    """
+    if top > _MOST_LIKELY:
+        raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
+    last = _whole(body, "prompt_logprobs_last_n", len(prompt))
+    scores = session.score_tokens(prompt, top, weights)
+    log_probs, ids = np.full(len(prompt), np.nan, np.float32), np.zeros((len(prompt), top), np.int32)
+    likely = np.full((len(prompt), top), np.nan, np.float32)
+    shown = range(max(1, len(prompt) - last), len(prompt))
+    for place in shown:
+        log_probs[place] = scores.log_probs[place - 1]
+        ids[place], likely[place] = scores.likely_ids[place - 1], scores.likely_log_probs[place - 1]
+    return log_probs, (ids, likely) if top else None
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -9,6 +9,8 @@ import numpy as np
 _DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}
 """Numbers of the wire's types."""
 _STOP, _LENGTH = 0, 1
+_NO_LOG_PROB = -99999.0
+"""Stands for the log-probability of no token, whose id is 0."""
 
 
 class Datum(NamedTuple):
@@ -131,14 +133,31 @@ def loss_response(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float])
     return _bytes(1, b"ArrayRecord") + _bytes(2, record) + entries
 
 
-def sample_response(answers: Sequence[tuple[np.ndarray, np.ndarray, bool]]) -> bytes:
-    """Return sampled answers: (tokens, log-probabilities, whether it ended) of each."""
+def sample_response(
+    answers: Sequence[tuple[np.ndarray, np.ndarray, bool]],
+    prompt: np.ndarray | None = None,
+    likely: tuple[np.ndarray, np.ndarray] | None = None,
+) -> bytes:
+    """Return sampled answers.
+
+    Args:
+        answers: tokens, log-probabilities and whether it ended, of each.
+        prompt: log-probabilities of the prompt's tokens, NaN for those that have none; None where not asked for.
+        likely: the likeliest tokens in place of the prompt's, [tokens, k], and their log-probabilities, NaN for those
+            that have none.
+    """
     body = b""
     for tokens, log_probs, ended in answers:
         arrays = _bytes(2, np.asarray(tokens, np.int32).tobytes()) + _bytes(
             3, np.asarray(log_probs, np.float32).tobytes()
         )
         body += _bytes(1, _number(1, _STOP if ended else _LENGTH) + arrays)
+    if prompt is not None:
+        body += _bytes(2, np.asarray(prompt, np.float32).tobytes())
+    if likely is not None:
+        ids, log_probs = np.asarray(likely[0], np.int32), np.nan_to_num(likely[1], nan=_NO_LOG_PROB)
+        parts = _bytes(1, ids.tobytes()) + _bytes(2, np.asarray(log_probs, np.float32).tobytes())
+        body += _bytes(3, parts + _number(3, ids.shape[1]) + _number(4, ids.shape[0]))
     return body
 
 

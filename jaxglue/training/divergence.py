@@ -41,7 +41,7 @@ _FROM_START = (
 _ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
 _log = logging.getLogger(__name__)
 _ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
-_ROLLOUT_FIELDS = ("owners", "advantages", "old", "sampler", "reference", "mean_weight")
+_ROLLOUT_FIELDS = ("owners", "advantages", "old", "sampler", "reference", "credits", "mean_weight")
 _COLUMN, _ROLLOUT = "column ", "rollout "
 """Begin the names of columns' and rollouts' arrays."""
 _OPTIONAL_FIELDS = ("gap_starts", "gap_ends", "units")

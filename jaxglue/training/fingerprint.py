@@ -143,7 +143,7 @@ def _without_other_kinds(
         table, now = saved.get(group), current.get(group)
         if isinstance(table, dict) and isinstance(now, dict):
             result[group] = {
-                name: defaults[group][name] if value == NONE and name in defaults[group] else value
+                name: defaults[group][name] if value == NONE != now[name] and name in defaults[group] else value
                 for name, value in table.items()
                 if name in now
             }

@@ -1,6 +1,6 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.turns import TurnSource
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
@@ -88,7 +89,14 @@ class TrainedPolicy:
             seed=plan.seed,
         )
         rounds = run.schedule.total_steps // plan.window
-        self._sample = Sampler(self._engine, run.stops, sampling, rounds=rounds, typical=plan.typical_prompts)
+        self._sample = Sampler(
+            self._engine,
+            run.stops,
+            sampling,
+            rounds=rounds,
+            typical=plan.typical_prompts,
+            slots=plan.config.max_num_seqs,
+        )
         # Without new adapters the reference has arrays of its own, as training donates its.
         copied = run.objective.uses_reference and not parts.executor.has_reference
         self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
@@ -100,12 +108,10 @@ class TrainedPolicy:
         groups = self._sample(self.state.trainable, self.state.frozen, prompts, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
-    def turn(
-        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], turn: int, room: Sequence[int]
-    ) -> list[Sample]:
-        """Return an answer to each conversation in a later turn, of at most `room` tokens."""
-        samples = self._sample.turn(self.state.trainable, self.state.frozen, prompts, indices, turn, room)
-        return [sample._replace(text=self._decode(sample)) for sample in samples]
+    def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
+        """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
+        self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
+        self._sample.converse(self.state.trainable, self.state.frozen, sources, count)
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.

@@ -1,7 +1,7 @@
 """Where a run's rows come from: documents, or prompts that the model answers in training."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 from jaxglue.data.config import Columns
@@ -156,6 +156,11 @@ class Prompts:
     model: DecoderConfig
     why_copied: str
 
+    @cached_property
+    def judge(self) -> Judge:
+        """Return what judges the answers, and knows the tools of environments; their files are imported here."""
+        return Judge(self.config.rollouts)
+
     def read(
         self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
     ) -> PreparedData:
@@ -167,6 +172,7 @@ class Prompts:
             tokenizer,
             answer=rollouts.max_completion_length,
             limit=config.data.row_tokens,
+            tools=None if self.judge.kinds is None else self.judge.tools_of,
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
@@ -194,7 +200,7 @@ class Prompts:
         config, objective, dataset, held_out = self.config, workload.objective, data.train, data.eval
         assert isinstance(objective, RolloutObjective) and isinstance(dataset, PromptDataset)
         assert held_out is None or isinstance(held_out, PromptDataset)
-        judge = Judge(config.rollouts)
+        judge = self.judge
         plan = RolloutPlan(
             dataset=dataset,
             objective=objective,

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATS, PAIRS, ORDERS, NOTES = 1000, 80, 300, 400
@@ -161,6 +161,38 @@ def write_digits(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder / "digits")
 
 
+KEYS = {"add": "plus", "subtract": "minus", "multiply": "times"}
+"""Keys of calculator.py by the words that ask for them."""
+CALCULATOR_TEMPLATE = (
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<eos>{%- else -%}{{ message.content }} {% endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}={%- endif -%}"
+)
+
+
+def write_calculator(folder: Path) -> None:
+    """Write calculator.jsonl, rows for the environment of calculator.py, and calculator/'s tokenizer of 32 words."""
+    results = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
+    rows = [(a, b, word, results[word](a, b)) for a in range(10) for b in range(10) for word in KEYS.values()]
+    lines = [
+        json.dumps({"a": a, "b": b, "prompt": [{"role": "user", "content": f"{a} {b} {word}"}], "answer": str(result)})
+        for a, b, word, result in rows
+        if 0 <= result < 10
+    ]
+    (folder / "calculator.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    calls = [f'<tool_call>{{"name": "{key}", "arguments": {{}}}}</tool_call>' for key in KEYS]
+    words = ["<eos>", "=", *map(str, range(10)), *KEYS.values(), "<pad>", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    fast.add_tokens([AddedToken(call, normalized=False) for call in calls])
+    fast.chat_template = CALCULATOR_TEMPLATE
+    fast.save_pretrained(folder / "calculator")
+
+
 _ORDERED = ("red", "blue", "green", "black")
 
 
@@ -201,6 +233,7 @@ def main(folder: Path = Path(__file__).parent) -> None:
     pairs = [json.dumps(make_pair(rng)) + "\n" for _ in range(PAIRS)]
     (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
     write_digits(folder)
+    write_calculator(folder)
     for name, make, count in (("orders", make_order, ORDERS), ("notes", make_note, NOTES)):
         rows = [json.dumps(make(rng)) + "\n" for _ in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")

@@ -12,7 +12,7 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.pages import PAGE, CachePlan
 from jaxglue.generation.scheduler import Request, Scheduler, Sequence, Tokens
 
-STEPS, STOP = 8, 7
+STEPS, STOP, OUTSIDE = 8, 7, 9
 
 
 def test_a_window_begins_with_the_longest_answers():
@@ -76,6 +76,11 @@ class Device:
 
     def run(self, work) -> list[list[int]]:
         """Return the tokens of the window's answers."""
+        for copy, pages in work.saves:
+            copy.values = [list(self.pages.get(page, [None] * PAGE)) for page in pages]
+        for copy, pages in work.loads:
+            assert len(pages) <= copy.count
+            self.pages |= dict(zip(pages, copy.values, strict=False))
         for prefill in [*work.prompts, *work.suffixes]:
             assert self._held(prefill.pages, prefill.begin) == prefill.tokens[: prefill.begin].tolist()
             for position in range(prefill.begin, len(prefill.tokens)):
@@ -114,13 +119,19 @@ def receive(scheduler: Scheduler, work, results: list[list[int]]) -> None:
 
 
 def check_pages(scheduler: Scheduler, plan: CachePlan) -> None:
-    """Check that each page is held by exactly the answers that run with it, and that no other is lost."""
-    pool, running = scheduler._pool, scheduler._running
-    holders = Counter(page for answer in running for page in answer.pages)
+    """Check that each page is held by exactly the answers that run with it or held it, and that no other is lost."""
+    pool, running, held = scheduler._pool, scheduler._running, [*scheduler._held.values()]
+    holders = Counter(page for answer in [*running, *held] for page in answer.pages)
+    assert scheduler._outside == OUTSIDE - sum(each.copy.count for each in held if each.copy)
+    assert all(not each.pages or not each.copy for each in held)
     assert [pool._holders[page] for page in range(1, plan.pages + 1)] == [holders[p] for p in range(1, plan.pages + 1)]
     assert sorted([*pool._free, *pool._kept, *holders]) == list(range(1, plan.pages + 1))
     slots = [answer.slot for answer in running]
     assert sorted([*slots, *scheduler._slots]) == list(range(plan.slots))
+
+
+def ended(answer: Sequence) -> bool:
+    return answer.length >= answer.end and not answer.windows
 
 
 def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
@@ -133,7 +144,8 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
         most = rng.choice((1, 5, PAGE, longest // 2, -len(prompt) % PAGE or PAGE))  # the last one ends with a page
         sampling = SamplingConfig(max_tokens=most)
         grammar = Grammar(len(prompt)) if rng.random() < 0.2 else None
-        requests.append(Request(prompt, sampling, index, n=rng.choice((1, 1, 1, 2, 4)), grammar=grammar))
+        holds = grammar is None and rng.random() < 0.5
+        requests.append(Request(prompt, sampling, index, n=rng.choice((1, 1, 1, 2, 4)), grammar=grammar, holds=holds))
     return requests
 
 
@@ -144,7 +156,7 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
     longest = rng.choice((2, 4, 6)) * PAGE
     least = longest // PAGE  # the longest answer's
     plan = CachePlan(slots=rng.choice((1, 3, 8)), pages=least + rng.choice((0, 1, 3, 12, 40)), table=least, bytes=0)
-    scheduler = Scheduler(plan, STEPS, remembers=seed % 3 > 0, rewinds=seed % 4 > 0)
+    scheduler = Scheduler(plan, STEPS, remembers=seed % 3 > 0, rewinds=seed % 4 > 0, outside=OUTSIDE)
     device, under_way, all_answers = Device(), deque(), list[Sequence]()
     waiting, ended_early = make_requests(rng, 16, longest), set[int]()
     for _ in range(4000):
@@ -154,6 +166,8 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
                 before = rng.choice(all_answers)
                 prompt = [*before.request.prompt, *before.new, *request.prompt][: longest - 2]
                 request = replace(request, prompt=prompt, grammar=request.grammar and Grammar(len(prompt)))
+                if before.request.holds and ended(before) and len(prompt) > before.length:
+                    request = replace(request, after=before, n=1)
             end = min(len(request.prompt) + request.sampling.max_tokens, longest)
             answers = [Sequence(request.index, index, request, end) for index in range(request.n)]
             all_answers += answers
@@ -161,6 +175,8 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
         if all_answers and rng.random() < 0.02 and (answer := rng.choice(all_answers)).length < answer.end:
             scheduler.end(answer)
             ended_early.add(id(answer))
+        if all_answers and rng.random() < 0.05 and ended(answer := rng.choice(all_answers)):
+            scheduler.release(answer)
         work = None if scheduler.is_done else scheduler.next()
         check_pages(scheduler, plan)
         if work:
@@ -172,6 +188,9 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
             break
     else:
         pytest.fail("the walk does not end")
+    for answer in all_answers:
+        scheduler.release(answer)
+    assert not scheduler._held and scheduler._outside == OUTSIDE
     for answer in all_answers:
         begin = len(answer.request.prompt)
         text = [written(answer, position) for position in range(begin, answer.end)]

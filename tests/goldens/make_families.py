@@ -38,18 +38,23 @@ RENAMED = (
     *((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm.")),
     *((".gate.moe_statics.", ".gate."), (".mlp.e_score", ".mlp.gate.e_score")),
     *((".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm."), ("model.embedding_norm.", "model.norm.")),
+    *(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm.")),
+    ("model.final_layernorm.", "model.norm."),
     *((".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),),
 )
 """Parts of parameters' names, and ours, which `Spelling`s give them in files."""
 STORED = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
+OTHER_TYPES |= {"granitemoehybrid_dense": "granitemoehybrid", "falcon_h1_plain": "falcon_h1"}
 """Types of goldens that are named otherwise."""
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
 }
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 4}
+GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 3.0}
 MODELS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 4},
     "mistral": {"sliding_window": 4},
@@ -168,6 +173,37 @@ MODELS = {
     "minimax_m2": {
         **{"num_local_experts": 6, "num_experts_per_tok": 3},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "granitemoehybrid": {
+        **MAMBA,
+        **GRANITE,
+        **{"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 20},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12, "time_step_limit": [0.2, 1.5]},
+    },
+    "granitemoehybrid_dense": {
+        **MAMBA,
+        **GRANITE,
+        **{"layer_types": ["full_attention", "linear_attention"], "shared_intermediate_size": 20},
+        **{"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    },
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "ME*-", "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2},
+        **{"ssm_state_size": 6, "chunk_size": 4, "time_step_min": 1e-30, "mlp_bias": True, "use_bias": True},
+        **{"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_group": 3},
+        **{"topk_group": 2, "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 12},
+        **{"routed_scaling_factor": 1.7, "num_hidden_layers": None},
+    },
+    "falcon_h1": {
+        **MAMBA,
+        **{"mamba_d_ssm": 32, "mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True, "rope_theta": 100.0},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7, "ssm_in_multiplier": 1.3},
+        **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_out_multiplier": 0.6},
+        **{"mlp_multipliers": [0.9, 0.5], "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7]},
+    },
+    "falcon_h1_plain": {
+        **MAMBA,
+        **{"mamba_d_ssm": 32, "key_multiplier": 0.7, "attention_bias": True, "mamba_proj_bias": True},
+        **{"mamba_conv_bias": False},
     },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}

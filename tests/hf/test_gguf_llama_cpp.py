@@ -58,6 +58,7 @@ LINEAR = {
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.7}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_expand": 2}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32, "rope_theta": 500000.0},
@@ -130,6 +131,30 @@ FAMILIES = {
         **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256},
     },
     "glm4": {"model_type": "glm4"},
+    "granite_hybrid": {
+        **{"model_type": "granitemoehybrid", **MAMBA, "layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 512},
+        **{"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    },
+    "granite_hybrid_dense": {
+        **{"model_type": "granitemoehybrid", **MAMBA, "layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+        **{"num_local_experts": 0, "shared_intermediate_size": 512, "attention_multiplier": 0.1},
+    },
+    "nemotron_h": {
+        **{"model_type": "nemotron_h", "hybrid_override_pattern": "M-*", "num_hidden_layers": 3, "hidden_act": None},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2},
+    },
+    "nemotron_h_moe": {
+        **{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*E", "num_hidden_layers": 4, "hidden_act": None},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+    },
+    "falcon_h1": {
+        **{"model_type": "falcon_h1", **MAMBA, "mamba_d_ssm": 512, "mlp_multipliers": [0.9, 0.5]},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7, "ssm_in_multiplier": 1.3},
+        **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_out_multiplier": 0.6},
+        "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+    },
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
     "qwen3_5_moe": {**{"model_type": "qwen3_5_moe_text", **LINEAR, **SPARSE, "shared_expert_intermediate_size": 256}},
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
@@ -147,6 +172,7 @@ SEEDS |= {
     "gemma4": 16,
     "gemma4_experts": 15,
     "mixtral": 22,
+    **{"granite_hybrid": 1, "granite_hybrid_dense": 1, "nemotron_h": 1, "nemotron_h_moe": 1, "falcon_h1": 1},
     "qwen2_moe": 3,
     "glm4_moe": 7,
 }

@@ -12,7 +12,6 @@ import pytest
 
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
-from jaxglue.rl.environment import Episode
 from jaxglue.rl.given import named_functions
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written, parse_reward
@@ -289,28 +288,33 @@ def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
 def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path):
     (tmp_path / "rewards.py").write_text(FILE)
     config = RolloutConfig(environment=f"{tmp_path}/rewards.py:reply", reward_workers=1)
-    said = Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])
+    said = {"role": "assistant", "content": "!"}
+
+    def replies(judge, *said, last=False):
+        return judge.begin(group().prompt, "").reply([*group().prompt.content, *said], last=last)
+
     with closing(Judge(config)) as judge:
         judge.check(["wanted", "number"])
-        assert judge.reply([said]) == [[{"role": "user", "content": "a!"}]]
+        assert replies(judge, said).messages == [{"role": "user", "content": "a!"}]
     several = Judge(replace(config, environment=f"{tmp_path}/rewards.py:tool"))
     with closing(several) as judge:
-        assert judge.reply([said, replace(said, is_last=True)]) == [[{"role": "tool", "content": "!"}] * 2, 0.25]
-        with pytest.raises(ValueError, match=r"prompts.jsonl:4: expected a text, .* got \['no message'\]"):
-            judge.reply([replace(said, messages=said.messages * 2)])
+        assert replies(judge, said).messages == [{"role": "tool", "content": "!"}] * 2
+        assert replies(judge, said, last=True).reward == 0.25
+        with pytest.raises(ValueError, match=r"prompts.jsonl:4 failed: expected a text, .* got \['no message'\]"):
+            replies(judge, said, said)
     parrot, message = (
         replace(config, environment=f"{tmp_path}/rewards.py:parrot"),
         "a role other than assistant, .* got",
     )
     with closing(Judge(parrot)) as judge, pytest.raises(ValueError, match=message):
-        judge.reply([said])
+        replies(judge, said)
     half = replace(config, environment=f"{tmp_path}/rewards.py:half")
-    with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4: a text holds half of a sur"):
-        judge.reply([said])
+    with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4 failed: a text holds half"):
+        replies(judge, said)
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
-    with closing(Judge(absent)) as judge, pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
-        judge.check(["wanted", "number"])
-    with pytest.raises(ValueError, match=r"--environment exact: expected a function of a file"):
+    with pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
+        Judge(absent)
+    with pytest.raises(ValueError, match=r"--environment exact: expected a class or function of a file"):
         Judge(replace(config, environment="exact"))
 
 
@@ -342,8 +346,9 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
         with closing(Judge(config)) as judge:
             judge.check(["wanted"])
             assert np.array_equal(judge.score([group("a", "b")])[0, :, 0], [0.5, np.nan], equal_nan=True)
-            (reply,) = judge.reply([Episode(group().prompt, [{"role": "assistant", "content": "!"}], [])])
-            assert reply == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
+            said = [*group().prompt.content, {"role": "assistant", "content": "!"}]
+            reply = judge.begin(group().prompt, "").reply(said, last=False)
+            assert reply.messages == [{"role": "user", "content": "False !"}] and seen == ["a", "b"]
             with pytest.raises(ValueError, match=r"--reward judged: .* nothing is given for its parameter wanted"):
                 judge.check([])
     both = {"reward_funcs": [judged, "regex?pattern=a"], "reward_weights": [0.5, 2]}
@@ -359,6 +364,7 @@ def test_functions_given_in_python_judge_and_reply_in_this_process():
         pass
     with named_functions({"reward": other}) as settings:  # the first one is forgotten
         assert settings == {"reward": "given:judged"}
+    config = replace(config, environment=None)
     with closing(Judge(config)) as judge, pytest.raises(ValueError, match="judged was given as a function: give it a"):
         judge.check(["wanted"])
 

@@ -40,11 +40,6 @@ def test_answers_are_told_apart_by_prompt_and_place():
             assert [sample.tokens.tolist() for sample in group] == [[number, a, 2 * step + number] for a in range(2)]
             assert [sample.ended for sample in group] == [False, True]
     assert len(engine.plans) == 1  # or every step could compile again
-    later = sampler.turn({}, {}, [[1, 2, 0], [3, 0]], [0, 1], 1, [4, 3])
-    assert len(later) == 2
-    first, turn = engine.requests[0], engine.requests[-1]
-    assert {r.sampling.seed for r in first}.isdisjoint(r.sampling.seed for r in turn)
-    assert [r.sampling.max_tokens for r in turn] == [4, 3]
 
 
 def test_devices_with_the_same_weights_have_pages_for_the_fullest(monkeypatch):

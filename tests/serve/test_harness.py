@@ -102,7 +102,7 @@ def test_missing_package_is_one_line(monkeypatch):
 
 def test_settings_are_checked(folders):
     assert EvaluateConfig(model=folders[0], tasks=("a, b", "c")).tasks == ("a", "b", "c")
-    with pytest.raises(ValueError, match="no task: name some with --tasks"):
+    with pytest.raises(ValueError, match="name tasks with --tasks, or files of rows"):
         EvaluateConfig(model=folders[0], tasks=(",",))
 
 

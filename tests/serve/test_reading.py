@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import re
 import threading
 
@@ -14,6 +15,7 @@ from local_client import TestClient
 
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.reading import LoadedModel, PartReader, judged, texts
+from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.reading import ReadService, make_readers
 from jaxglue.serve.server import make_read_app
@@ -149,6 +151,19 @@ def test_documents_are_ranked(client):
     assert scores == sorted(scores, reverse=True) and {each["index"] for each in found} == {0, 1, 2}
     assert {each["document"]["text"] for each in found} == {"a red car", "the sky", "cats"}
     assert len(client.post("/v1/rerank", json={**body, "top_n": 1}).json()["results"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"kind": "guess"}, "expected an object with a kind of decide, embed, rerank"),
+        ({"kind": "decide", "temperatures": {"noul": 0}}, "temperatures must be positive numbers"),
+    ],
+)
+def test_a_bad_record_is_refused_by_its_file(tmp_path, record, message):
+    (tmp_path / "one_pass.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"one_pass.json: {message}"):
+        read_record(None, tmp_path)
 
 
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):

@@ -50,6 +50,17 @@ LINEAR = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8}
+GRANITE = MAMBA | {
+    **{"model_type": "granitemoehybrid", "layer_types": ("mamba", "attention"), "shared_intermediate_size": 24},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+}
+NEMOTRON = {
+    **{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*", "num_hidden_layers": 3, "n_groups": 2},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_routed_experts": 4},
+    **{"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16},
+}
+FALCON = MAMBA | {"model_type": "falcon_h1", "mamba_d_ssm": 32, "mlp_multipliers": (0.9, 0.5)}
 SHORT = {"model_type": "lfm2", "layer_types": ("conv", "full_attention"), "block_multiple_of": 8}
 MUSE, COHERE = ({"model_type": name, "sliding_window": 4} for name in ("muse_glimmer_text", "cohere2"))
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -158,6 +169,9 @@ CASES = [
     ("lora", "fsdp=8", "full", LINEAR),
     repeat("full", "data=2,fsdp=4", "full", LINEAR),
     repeat("full", "data=2,fsdp=4", "dots", SHORT),
+    repeat("full", "fsdp=2,expert=4", "dots", GRANITE),
+    repeat("lora", "fsdp=2,expert=4", "full", NEMOTRON),
+    repeat("full", "fsdp=8", "full", FALCON),
     repeat("lora", "fsdp=4,tensor=2", "dots", MUSE),
     repeat("lora", "data=2,fsdp=2,tensor=2", "dots", COHERE),
     *(repeat("lora", "fsdp=2,expert=4", "dots", fields | {"model_type": name}) for name, fields in ROUTERS.items()),
@@ -195,6 +209,10 @@ SPLIT_CASES = [
     repeat("lora", "context=8", "full", DEEPSEEK),
     repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
+    repeat("full", "data=2,context=4", "dots", GRANITE),
+    repeat("lora", "data=2,context=4", "dots", NEMOTRON),
+    ("full", "data=4,context=2", "dots", NEMOTRON),
+    repeat("lora", "data=4,context=2", "save:attention_out", FALCON),
     repeat("lora", "data=2,expert=2,context=2", "dots", MOE),
     repeat("full", "context=2,tensor=2,data=2", "full", TIED),
     repeat("lora", "data=4,context=2", "dots", WIDE | {"quantize": "nf4"}),

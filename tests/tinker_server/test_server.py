@@ -13,6 +13,7 @@ pytest.importorskip("httpx")
 from local_client import TestClient
 
 import jaxglue
+from jaxglue.tinker.wire import _fields
 from tests.tinker_server.test_wire import loss_request
 
 MODEL = str(Path(jaxglue.__file__).parent / "recipes/quickstart/model")
@@ -68,8 +69,6 @@ def model(client):
 
 def read_loss(body):
     """Return the sum and the log-probabilities of a loss response, without the SDK."""
-    from jaxglue.tinker.wire import _fields
-
     (record,) = (dict(_fields(value)) for number, value in _fields(body) if number == 2)
     (metric,) = (dict(_fields(value)) for number, value in _fields(body) if number == 3)
     tensor = dict(_fields(dict(_fields(record[2]))[2]))
@@ -120,8 +119,6 @@ def test_two_models_share_their_base(client, server, model):
 
 
 def read_answers(body):
-    from jaxglue.tinker.wire import _fields
-
     parts = [dict(_fields(value)) for number, value in _fields(body) if number == 1]
     return [(np.frombuffer(p[2], np.int32), np.frombuffer(p[3], np.float32)) for p in parts]
 
@@ -168,8 +165,8 @@ def test_losses_are_tinkers(client, model):
     old, advantages = np.array([-6.0, -8.0, -7.5]), np.array([1.0, -2.0, 0.5])
     arrays = {"target_tokens": [6, 7, 8], "logprobs": old, "advantages": advantages}
 
-    def run(name, config=None):
-        request = loss_request(model, [([5, 6, 7], arrays)], name, config, forward_only=True)
+    def run(name, config=None, **further):
+        request = loss_request(model, [([5, 6, 7], arrays | further)], name, config, forward_only=True)
         total, (found,) = read_loss(client.call("forward_backward", request))
         return total, found.astype(np.float64)
 
@@ -178,7 +175,37 @@ def test_losses_are_tinkers(client, model):
     clipped = np.clip(ratio, 0.5, 1.5)
     assert total == pytest.approx(-np.minimum(ratio * advantages, clipped * advantages).sum(), rel=1e-4)
     assert run("cispo")[0] == pytest.approx(-(np.clip(ratio, 0.8, 1.2) * p * advantages).sum(), rel=1e-4)
+    mean = (p - old)[1:].mean()  # over the tokens that the mask marks, and without a gradient
+    sequence, run_gspo = np.exp(mean), {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    clipped = np.clip(sequence, 0.9, 1.1)
+    expected = -np.minimum(sequence * advantages, clipped * advantages).sum()
+    assert run("gspo", run_gspo, sequence_ratio_mask=[0, *[1] * (len(p) - 1)])[0] == pytest.approx(expected, rel=1e-4)
     assert run("dro", {"beta": 0.1})[0] == pytest.approx((0.05 * (p - old) ** 2 - p * advantages).sum(), rel=1e-4)
+
+
+def test_prompts_have_log_probabilities_also_of_the_likeliest_tokens(client, model):
+    tokens = [5, 17, 9, 30, 2]
+    forward = loss_request(model, [(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy", forward_only=True)
+    expected = read_loss(client.call("forward_backward", forward))[1][0]
+    session = client.call("save_weights_for_sampler", {"model_id": model})["sampling_session_id"]
+    body = {"sampling_session_id": session, "prompt": {"chunks": [{"tokens": tokens}]}, "num_samples": 1}
+    body |= {"sampling_params": {"max_tokens": 1}, "prompt_logprobs": True, "topk_prompt_logprobs": 3}
+
+    def sample(**changes):
+        parts = dict(_fields(client.call("asample", body | changes)))
+        likely = dict(_fields(parts[3])) if 3 in parts else {}
+        return np.frombuffer(parts[2], np.float32), likely
+
+    log_probs, likely = sample()
+    assert np.isnan(log_probs[0])
+    np.testing.assert_allclose(log_probs[1:], expected, atol=2e-5)
+    ids, values = (np.frombuffer(likely[n], kind).reshape(5, 3) for n, kind in ((1, np.int32), (2, np.float32)))
+    assert (likely[3], likely[4]) == (3, 5) and (values[0] == -99999).all() and (np.diff(values[1:]) <= 0).all()
+    for place in range(1, 5):
+        if tokens[place] in ids[place]:
+            assert values[place][ids[place] == tokens[place]] == pytest.approx(log_probs[place], abs=2e-5)
+    last, _ = sample(prompt_logprobs_last_n=2, topk_prompt_logprobs=0)
+    assert np.isnan(last[:3]).all() and np.allclose(last[3:], log_probs[3:], atol=1e-6)
 
 
 @pytest.mark.parametrize(

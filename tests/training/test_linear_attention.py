@@ -79,7 +79,7 @@ def test_pairs_share_their_prompt(make_config, hybrid_folder, write_jsonl, monke
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
     pairs = {"objective": "dpo", "data": (write_jsonl([pair] * 3, "pairs.jsonl"),), "seq_len": 192}
     shared = train(make_config(**pairs, steps=3, output=tmp_path / "shared"))
-    monkeypatch.setattr("jaxglue.training.setup.why_prompts_are_copied", lambda *_: "copies")
+    monkeypatch.setattr("jaxglue.training.row_source.why_prompts_are_copied", lambda *_: "copies")
     copied = train(make_config(**pairs, steps=3, output=tmp_path / "copied"))
     assert shared.first_loss == pytest.approx(np.log(2), abs=1e-5)
     assert shared.last_loss < shared.first_loss - 1e-3

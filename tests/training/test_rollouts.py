@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jaxglue.hf.adapter import TENSORS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.planner import plan
 from jaxglue.rl import loop
+from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.training import loop as training
@@ -323,7 +325,11 @@ def test_what_cannot_be_trained_on_is_refused_before_weights_load(make_distillat
         ),
     ],
 )
-def test_rows_that_settings_cannot_use_are_refused_before_weights_load(make_run, write_jsonl, rows, changes, text):
+def test_rows_that_settings_cannot_use_are_refused_before_weights_load(
+    make_run, write_jsonl, rows, changes, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").write_text(GAME)
     with pytest.raises(ValueError, match=text):
         resolve(make_run(data=(write_jsonl(rows, "data.jsonl"),), **changes))
 
@@ -484,3 +490,85 @@ def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_pat
     train(replaced)
     train(fresh)
     assert rollouts(replaced) == rollouts(fresh)
+
+
+COUNTER = """
+import random
+
+
+class Counter:
+    turn_reward = None
+
+    def reset(self, wanted, **row):
+        self.said = []
+        return " " * random.randrange(1, 4) + "count"
+
+    def __call__(self, message, last):
+        self.said.append(len(message))
+        self.turn_reward = float(len(message) % 3)
+        return None if last else "more" * len(self.said)
+
+    def get_reward(self):
+        return sum(self.said) / 10
+
+    def state(self):
+        return self.said
+
+    def restore(self, said):
+        self.said = said
+"""
+STOPS = 100
+
+
+@pytest.fixture
+def make_agent(make_run, tmp_path):
+    """Settings of runs with an environment whose prompts differ from episode to episode."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    settings = {"reward": (), "environment": f"{tmp_path}/counter.py:Counter", "max_turns": 3, "learning_rate": 3e-2}
+    make_run(**settings)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
+    settings["stop_tokens"] = tuple(sorted(words)[:STOPS])  # or a random model would not end its turns
+    settings |= {"max_completion_length": 60, "seq_len": 256, "steps": 2, "temperature": 0.5}
+    return lambda **changes: make_run(**settings | changes)
+
+
+@pytest.mark.parametrize("settings", [{}, repeat({"history": "branch"}), repeat({"credit": "turn", "beta": 0.1})])
+def test_episodes_train_their_own_prompts_and_turns(make_agent, settings):
+    config = make_agent(**settings, num_iterations=2)
+    lines = read_metrics(train(config).metrics)
+    for values in lines[::2]:
+        assert values["sampling/sampling_logp_difference/mean"] < 1e-5  # training sees what was sampled
+        assert values["episodes/turns"] > 1 and values["episodes/died"] == 0
+    for line in rollouts(config):
+        said = [message for message in line["turns"] if message["role"] == "assistant"]
+        assert line["turns"][0]["content"].strip() == "count" and len(line["turn_rewards"]) == len(said)
+        total = sum(len(message["content"]) for message in said) / 10 + sum(line["turn_rewards"])
+        assert line["rewards"]["Counter"] == pytest.approx(total)
+
+
+def test_episodes_go_on_to_the_bit(make_agent, tmp_path, monkeypatch):
+    """Turns that are written anew are decoded among others, which moves sampling's own log-probabilities."""
+    make_agent = partial(make_agent, steps=3, save_every=1, importance_sampling_mode="none")
+
+    def without_log_probs(config):
+        return [{name: value for name, value in line.items() if name != "log_probs"} for line in rollouts(config)]
+
+    whole = make_agent(output=tmp_path / "whole")
+    train(whole)
+    for count in (3, 20, 40):
+        config = make_agent(output=tmp_path / f"stopped-{count}")
+        with monkeypatch.context() as patch:
+            save, calls = EpisodeFile.save, []
+
+            def saved(self, key, value, save=save, calls=calls, count=count):
+                calls.append(key)
+                if len(calls) > count:
+                    raise KilledError
+                save(self, key, value)
+
+            patch.setattr(EpisodeFile, "save", saved)
+            with pytest.raises(KilledError):
+                train(config)
+        train(replace(config, run=replace(config.run, resume=True)))
+        assert adapter(config) == adapter(whole) and without_log_probs(config) == without_log_probs(whole)

@@ -1,11 +1,14 @@
 """llama.cpp's architectures: its names and metadata for each family, and where it computes otherwise."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxglue.hf.gguf.mamba import find_mamba
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.delta_net import DeltaConfig
+from jaxglue.models.falcon_h1 import Factors
 from jaxglue.models.family import find_family
 from jaxglue.models.latent import LatentConfig
 from jaxglue.models.short_conv import ShortConvConfig
@@ -48,14 +51,14 @@ class Architecture:
     own_output: bool = False
     """Its files hold an output projection, also where it is the embedding."""
     names: tuple[tuple[str, str], ...] = ()
-    """Parts of names here, and those by which the gguf package knows them."""
+    """Patterns of parts of names here, and those by which the gguf package knows them."""
     flat: tuple[str, ...] = ()
     """Ends of the names of tensors whose axes of size 1 its files leave out."""
 
     def renamed(self, name: str) -> str:
         """Return a tensor's name as the gguf package knows it."""
         for ours, theirs in self.names:
-            name = name.replace(ours, theirs)
+            name = re.sub(ours, theirs, name)
         return name
 
 
@@ -440,12 +443,105 @@ def _short_conv_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 _SHORT_CONV_NAMES = (
-    ("model.norm", "model.embedding_norm"),
+    (r"model\.norm", "model.embedding_norm"),
     *(
-        (f"feed_forward.experts.{ours}", f"mlp.experts.{ours}")
+        (rf"feed_forward\.experts\.{ours}", f"mlp.experts.{ours}")
         for ours in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
     ),
-    ("feed_forward.gate.e_score_correction", "feed_forward.expert_bias"),
+    (r"feed_forward\.gate\.e_score_correction", "feed_forward.expert_bias"),
+)
+
+
+def _mamba(config: DecoderConfig) -> str | None:
+    mamba = find_mamba(config)
+    if mamba is None or not mamba.conv_bias or mamba.input_bias or mamba.output_bias:
+        return "models of Mamba-2 without any, or with other biases than its convolution's"
+    if mamba.limits != (0.0, float("inf")):
+        return "limits of Mamba-2's step sizes"
+    return "norms of Mamba-2's output before its gate" if mamba.norm == "gate_last" else _plain_biases(config)
+
+
+def _granite_hybrid(config: DecoderConfig) -> str | None:
+    return "rotary embeddings beside Mamba-2" if not config.layer_ropes else _mamba(config)
+
+
+def _nemotron(config: DecoderConfig) -> str | None:
+    moe = config.moe
+    if moe and (moe.groups[0] > 1 or moe.latent_size or not moe.shared_size):
+        return "groups of experts, experts of a width of their own or none that all tokens share"
+    if moe and any(shape.intermediate_size for shape in config.shapes):
+        return "dense feed-forwards beside experts"
+    return _mamba(config)
+
+
+def _falcon(config: DecoderConfig) -> str | None:
+    if config.tie_word_embeddings and (config.scales.embedding, config.scales.logit_divisor) != (1.0, 1.0):
+        return "factors of an embedding that is the output projection"
+    return _mamba(config)
+
+
+def _mamba_metadata(config: DecoderConfig) -> dict[str, Any]:
+    mamba, heads = find_mamba(config), config.num_key_value_heads
+    assert mamba is not None
+    found: dict[str, Any] = {
+        "ssm.conv_kernel": mamba.conv_width,
+        "ssm.inner_size": mamba.heads.value_width,
+        "ssm.state_size": mamba.heads.state_dim,
+        "ssm.time_step_rank": mamba.heads.values,
+        "ssm.group_count": mamba.heads.groups,
+    }
+    if not isinstance(config.family_shape, Factors):
+        found["attention.head_count_kv"] = [heads if mixer.attends else 0 for mixer in config.mixers]
+    return found
+
+
+def _granite_hybrid_metadata(config: DecoderConfig) -> dict[str, Any]:
+    found = {**_granite(config), **_mamba_metadata(config), "rope.scaling.finetuned": False}
+    if moe := config.moe:
+        found |= {
+            "feed_forward_length": moe.intermediate_size,
+            "expert_shared_feed_forward_length": moe.shared_size,
+        }
+    return found
+
+
+def _nemotron_metadata(config: DecoderConfig) -> dict[str, Any]:
+    found, moe = _mamba_metadata(config), config.moe
+    found["attention.layer_norm_epsilon"] = float(config.rms_norm_eps)
+    if moe is None:
+        return {**found, "feed_forward_length": [shape.intermediate_size for shape in config.shapes]}
+    return {
+        **found,
+        "feed_forward_length": [moe.intermediate_size * sparse for sparse in moe.sparse_layers],
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": moe.shared_size,
+        "expert_weights_norm": moe.norm_topk_prob,
+        "expert_weights_scale": float(moe.routed_scale),
+        "expert_group_count": 1,
+    }
+
+
+_DT_BIAS = (r"mamba\.dt_bias", "mamba.dt_proj.bias")
+_GRANITE_DENSE = Architecture(
+    name="GRANITE_HYBRID",
+    permuted=True,
+    metadata=_granite_hybrid_metadata,
+    obstacle=_granite_hybrid,
+    names=(
+        *((r"shared_mlp\.output_linear", "mlp.down_proj"), (r"shared_mlp\.", "mlp.")),
+        _DT_BIAS,
+    ),
+)
+_NEMOTRON_DENSE = Architecture(
+    name="NEMOTRON_H",
+    metadata=_nemotron_metadata,
+    obstacle=_nemotron,
+    names=(
+        (r"(layers\.\d+)\.norm\.", r"\1.input_layernorm."),
+        (r"mixer\.((in|out)_proj|conv1d|dt_bias|A_log|D|norm)\b", r"mamba.\1"),
+        *((r"mixer\.([qkvo]_proj)", r"self_attn.\1"), (r"mixer\.", "mlp.")),
+        _DT_BIAS,
+    ),
 )
 ARCHITECTURES = {
     "llama": Architecture(name="LLAMA", permuted=True, factors=True),
@@ -491,6 +587,23 @@ ARCHITECTURES = {
         for model_type, name in (("lfm2", "LFM2"), ("lfm2_moe", "LFM2MOE"))
     },
     "gemma4_unified_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
+    "granitemoehybrid": _GRANITE_DENSE,
+    "granitemoehybrid with experts": replace(
+        _GRANITE_DENSE,
+        names=(
+            *((r"block_sparse_moe\.router", "mlp.gate"), (r"block_sparse_moe\.", "mlp.")),
+            *((r"shared_mlp\.output_linear", "mlp.shared_expert.down_proj"), (r"shared_mlp\.", "mlp.shared_expert.")),
+            _DT_BIAS,
+        ),
+    ),
+    "nemotron_h": _NEMOTRON_DENSE,
+    "nemotron_h with experts": replace(_NEMOTRON_DENSE, name="NEMOTRON_H_MOE"),
+    "falcon_h1": Architecture(
+        name="FALCON_H1",
+        metadata=_mamba_metadata,
+        obstacle=_falcon,
+        names=((r"feed_forward\.", "mlp."), _DT_BIAS),
+    ),
     "smollm3": Architecture(name="SMOLLM3", permuted=True, obstacle=_smollm3),
     "gemma2": Architecture(name="GEMMA2", metadata=_gemma2_metadata, obstacle=_gemma2),
     "gemma4_text": Architecture(name="GEMMA4", metadata=_gemma4_metadata, obstacle=_gemma4, factors=True),
@@ -502,3 +615,16 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": Architecture(name="QWEN35MOE", metadata=_linear_attention_metadata, obstacle=_linear_attention),
 }
 """Families of llama.cpp by Hugging Face's `model_type`."""
+
+
+def find_architecture(config: DecoderConfig) -> Architecture | None:
+    """Return a model's architecture, of some families another with experts; None for those that llama.cpp lacks."""
+    dense = ARCHITECTURES.get(config.model_type)
+    return ARCHITECTURES.get(f"{config.model_type} with experts", dense) if config.moe else dense
+
+
+def architecture_of(config: DecoderConfig) -> Architecture:
+    """Return the architecture of a model that has one."""
+    found = find_architecture(config)
+    assert found is not None
+    return found

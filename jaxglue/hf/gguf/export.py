@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.files.atomic import atomic_folder
 from jaxglue.hf.adapter import Adapter
-from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.architectures import architecture_of
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
+from jaxglue.hf.gguf.mamba import INPUT, row_factors
 from jaxglue.hf.gguf.metadata import model_metadata
 from jaxglue.hf.gguf.modelfile import modelfile
 from jaxglue.hf.gguf.package import load_gguf
@@ -133,7 +134,7 @@ def export_gguf_lora(adapter: Adapter, config: DecoderConfig, output: str | Path
 
 def _architecture(config: DecoderConfig) -> str:
     gguf = load_gguf()
-    return gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name]]
+    return gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture_of(config).name]]
 
 
 def _pieces(matrix: np.ndarray):
@@ -145,6 +146,8 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
     a, b = adapter.tensors[f"{module}.lora_A"], adapter.tensors[f"{module}.lora_B"]
     rank = a.shape[-2]
     b = b * np.float32(adapter.config.scale_of(module) * rank / _ALPHA)
+    if (factors := row_factors(config, module)) is not None:
+        b = b * factors[:, None]
     path, _, last = module.rpartition(".")
     if f"{module}.weight".endswith(KEYS_AND_VALUES):
         raise ValueError(f"--gguf-lora: llama.cpp's files hold {module} in two parts: merge the adapter with --gguf")
@@ -155,17 +158,20 @@ def _lora_matrices(module: str, adapter: Adapter, config: DecoderConfig) -> dict
         interleaved = config.model_type == "gpt_oss"
         halves = (b[:, ::2], b[:, 1::2]) if interleaved else (b[:, :rows], b[:, rows:])
         parts = {f"{path}.{half}": part for half, part in zip(("gate_proj", "up_proj"), halves, strict=True)}
-    elif ARCHITECTURES[config.model_type].permuted and last in ("q_proj", "k_proj"):
+    elif architecture_of(config).permuted and last in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if last == "q_proj" else config.num_key_value_heads
         parts = {module: b[interleaved_rows(len(b), heads)]}
     else:
         a, b = matrices_in_file(config, module, a, b)
         parts = {module: b}
+        if f"{module}.weight".endswith(INPUT):
+            names_of = [module.replace("input_linear", half) for half in ("gate_proj", "up_proj")]
+            parts = dict(zip(names_of, np.split(b, 2), strict=True))
     gguf = load_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_of(config).name], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
     for name, part in parts.items():
-        stem = names.get_name(ARCHITECTURES[config.model_type].renamed(name))
+        stem = names.get_name(architecture_of(config).renamed(name))
         if stem is None:
             raise ValueError(f"{name}: llama.cpp has no such matrix in its {config.model_type} models")
         found |= {f"{stem}.weight.lora_a": a, f"{stem}.weight.lora_b": np.ascontiguousarray(part)}

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxglue.hf.export_check import ExportRows, Parts, embed_rows
-from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.architectures import architecture_of
 from jaxglue.hf.gguf.linear_attention import inputs_in_file
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
@@ -42,7 +42,7 @@ def measure_importance(config: DecoderConfig, parts: Parts, rows: Sequence[Expor
         dtype: of activations.
     """
     gguf = load_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_of(config).name], config.num_hidden_layers)
     contexts = [packed_context(config, one.segments) for one in rows]
     hidden = [embed_rows(parts, one, dtype) for one in rows]
     found: dict[str, np.ndarray] = {}

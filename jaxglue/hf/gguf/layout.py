@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf import mamba
+from jaxglue.hf.gguf.architectures import architecture_of
 from jaxglue.hf.gguf.linear_attention import in_file, module_in_file, moves_columns, shape_in_file
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.models.config import DecoderConfig
@@ -20,14 +21,17 @@ from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?P<experts>.+\.(mlp|feed_forward)\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
+_EXPERT = re.compile(
+    r"(?P<experts>.+\.(mlp|feed_forward|mixer)\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight"
+)
 _STACK = re.compile(
-    r"(?P<experts>.+\.(mlp|feed_forward)\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)"
+    r"(?P<experts>.+\.(mlp|feed_forward|block_sparse_moe|mixer)\.experts)"
+    r"\.(?P<projection>gate_up_proj|up_proj|down_proj)(?P<part>|_bias|_blocks)"
 )
 _PERMUTED = re.compile(r".+\.self_attn\.(?P<projection>[qk])_proj\.(weight|bias)")
 KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
 """The projection from latents to keys and values, which llama.cpp's files hold apart."""
-_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 _STILL = 1e30
@@ -126,7 +130,7 @@ class _Layout:
     def __init__(self, config: DecoderConfig, tensors: Tensors):
         gguf = load_gguf()
         self._config, self._tensors, self._specs = config, tensors, tensors.specs
-        architecture = gguf.MODEL_ARCH[ARCHITECTURES[config.model_type].name]
+        architecture = gguf.MODEL_ARCH[architecture_of(config).name]
         self._names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
         self._offset = find_family(config.model_type).parts.norm.offset
         self._cached, self._reading = lru_cache(maxsize=2)(tensors.read), Lock()
@@ -150,9 +154,11 @@ class _Layout:
                 yield self._make(f"{name}.weight", self._specs[name].shape, (name,), pieces)
             elif name.endswith(KEYS_AND_VALUES):
                 yield from self._from_latents(name)
+            elif name.endswith(mamba.INPUT):
+                yield from self._from_rows(name)
             elif not name.endswith("_scales"):
                 yield self._plain(name)
-        if self._config.tie_word_embeddings and ARCHITECTURES[self._config.model_type].own_output:
+        if self._config.tie_word_embeddings and architecture_of(self._config).own_output:
             yield replace(self._plain("model.embed_tokens.weight"), name="output.weight")
 
     def _name(self, name: str) -> str:
@@ -160,7 +166,7 @@ class _Layout:
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
         for ours, theirs in _OWN_NAMES.items():
             module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
-        module = ARCHITECTURES[self._config.model_type].renamed(module)
+        module = architecture_of(self._config).renamed(module)
         found = self._names.get_name(module, try_suffixes=(".weight", ".bias", ".scale"))
         if found is None:
             raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
@@ -168,13 +174,16 @@ class _Layout:
 
     def _plain(self, name: str) -> GgufTensor:
         spec, match = self._specs[name], _PERMUTED.fullmatch(name)
-        order, flat = None, name.endswith(ARCHITECTURES[self._config.model_type].flat)
+        order, flat = None, name.endswith(architecture_of(self._config).flat)
         shape = tuple(size for size in spec.shape if size > 1) if flat else shape_in_file(name, spec.shape)
-        if match and ARCHITECTURES[self._config.model_type].permuted:
+        shape = mamba.shape_in_file(self._config, name, shape)
+        if match and architecture_of(self._config).permuted:
             heads = self._config.num_attention_heads if match["projection"] == "q" else self._config.num_key_value_heads
             order = interleaved_rows(spec.shape[0], heads)
 
         if packed := self._tensors.packed_type(name):
+            if mamba.row_factors(self._config, name) is not None:
+                raise ValueError(f"{name}: llama.cpp's files hold it times a factor, and it is rounded without")
             if moves_columns(self._config, name):
                 raise ValueError(
                     f"{name}: its columns have another order in llama.cpp's files than when it was rounded"
@@ -191,6 +200,8 @@ class _Layout:
             array = self._tensors.read(name)
             if (changed := in_file(self._config, name, array)) is not None:
                 return changed
+            if (changed := mamba.in_file(self._config, name, array)) is not None:
+                return changed if order is None else changed[order]
             if self._offset and name.endswith("norm.weight"):
                 return array.astype(np.float32) + np.float32(self._offset)
             array = array.reshape(shape) if flat else array
@@ -232,6 +243,16 @@ class _Layout:
                 pieces,
                 packed="mxfp4" if match["part"] == "_blocks" else None,
             )
+
+    def _from_rows(self, name: str) -> Iterator[GgufTensor]:
+        """Yield the halves of a projection of gate and up."""
+        (rows, *rest), packed = self._specs[name].shape, self._tensors.packed_type(name)
+        for half, part in (("gate_proj", slice(rows // 2)), ("up_proj", slice(rows // 2, None))):
+            pieces = partial(self._part_of, name, part, packed is not None)
+            yield self._make(name.replace("input_linear", half), (rows // 2, *rest), (name,), pieces, packed=packed)
+
+    def _part_of(self, name: str, rows: slice, packed: bool) -> Iterator[Callable[[], np.ndarray]]:
+        return iter([lambda: (self._tensors.read_packed(name) if packed else self._whole(name))[rows]])
 
     def _from_latents(self, name: str) -> Iterator[GgufTensor]:
         """Yield the matrices from latents to each head's keys, transposed, and to its values."""

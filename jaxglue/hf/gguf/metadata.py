@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxglue.hf.gguf.architectures import ARCHITECTURES
+from jaxglue.hf.gguf.architectures import architecture_of, find_architecture
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.latent import LatentConfig
 from jaxglue.ops.rope import inverse_frequencies
@@ -44,7 +44,7 @@ def model_metadata(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     windows = {window for window in config.layer_windows if window and window < config.max_position_embeddings}
     if windows:
         found["attention.sliding_window"] = windows.pop()
-    return found | _rope_metadata(config) | ARCHITECTURES[config.model_type].metadata(config)
+    return found | _rope_metadata(config) | architecture_of(config).metadata(config)
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 def _refuse_others(config: DecoderConfig) -> None:
     """Raise ValueError for a model that llama.cpp's architecture cannot express."""
-    architecture = ARCHITECTURES.get(config.model_type)
+    architecture = find_architecture(config)
     if architecture is None:
         found: str | None = f"models of type {config.model_type}"
     else:

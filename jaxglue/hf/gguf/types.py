@@ -53,7 +53,7 @@ def tensor_type(name: str, shape: tuple[int, ...], kind: GgufType, model: Shape)
         model: the model's shape.
     """
     # llama.cpp computes norms, biases, sinks, routers and convolutions in float32.
-    plain = any(part in name for part in ("_norm.", "ffn_gate_inp", "ssm_conv1d", "shortconv.conv"))
+    plain = any(part in name for part in ("_norm.", "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_d", "shortconv.conv"))
     if len(shape) < 2 or not name.endswith("weight") or plain:
         return "f32"
     if kind in ("f16", "bf16"):

@@ -238,9 +238,10 @@ def causal_convolution(
     segments: PackedSegments,
     heads: DeltaHeads | None = None,
     *,
+    bias: Float[Array, " C"] | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T C"]:
-    """Return silu of the sum over the last W tokens of a document, each channel by its weights, in x's dtype.
+    """Return silu of the sum over the last W tokens of a document, each channel by its weights, and bias, in x's dtype.
 
     Sums are in float32; tokens before a document's first are zeros, and so is padding's result. The backward pass
     computes the sums again. Of rows split over devices, the result is whole rows of this device's part of the heads.
@@ -250,6 +251,7 @@ def causal_convolution(
         weight: the last of a channel's is the token's own, as torch's `Conv1d` with groups of one channel stores them.
         segments: the rows' documents.
         heads: whose channels x has; needed only where rows are split.
+        bias: of each channel; None for none.
         backend: `auto`, `reference` or `triton`; see `DELTA_ROWS.choose`.
 
     Raises:
@@ -259,16 +261,18 @@ def causal_convolution(
         raise ValueError(f"weight must be [C, 1, W] with C = {x.shape[-1]} channels of x, got shape {weight.shape}")
     if x.ndim != 3 or segments.segment_ids.shape != x.shape[:2]:
         raise ValueError(f"x must be [B, T, C] with rows {segments.segment_ids.shape}, got shape {x.shape}")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(f"bias must be of {x.shape[-1]} channels, as x, got shape {bias.shape}")
     kernels = DELTA_ROWS.load(DeltaRowsCall(dtype=x.dtype, taps=weight.shape[2]), backend=backend)
     if segments.split is not None:
-        assert heads is not None
+        assert heads is not None and bias is None
         x, weight = exchanged(x, weight, segments, heads)
         segments = whole_segments(segments)
 
     def compute(segments: PackedSegments, x) -> Array:
         if kernels is None:
-            return reference_convolution(x, weight, segments)
-        return fused_convolution(kernels, x, weight, segments)
+            return reference_convolution(x, weight, bias, segments)
+        return fused_convolution(kernels, x, weight, bias, segments)
 
     return compute(segments, x) if segments.copies is None else with_copies(compute, segments, x)
 

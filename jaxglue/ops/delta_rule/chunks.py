@@ -82,7 +82,7 @@ def _group(state, arrays, *, precision, with_states: bool) -> tuple[Array, tuple
     q, k, v, g, beta, ids, carried = arrays
     multiply = partial(jnp.einsum, precision=precision)
     q, k = normalize(q, k)
-    decays, from_start, to_end = _decays(g, ids, carried)
+    decays, from_start, to_end = chunk_decays(g, ids, carried)
     V = v.shape[-1]
 
     below = jnp.tril(multiply("...id,...jd->...ij", k, k), -1)
@@ -104,7 +104,7 @@ def _group(state, arrays, *, precision, with_states: bool) -> tuple[Array, tuple
     return state, tuple(jnp.moveaxis(x, 0, 1) for x in results)
 
 
-def _decays(g, ids, carried) -> tuple[Any, Any, Any]:
+def chunk_decays(g, ids, carried) -> tuple[Any, Any, Any]:
     """Return the decays from token to token [..., C, C], from the chunk's beginning and to its end [..., C].
 
     Each exponent is a sum of its own tokens' logarithms: differences of sums from the chunk's beginning would cancel.

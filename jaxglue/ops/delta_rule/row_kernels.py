@@ -1,6 +1,7 @@
 """Triton kernels around the delta rule, which read and write every value once: convolution with silu, and gated norm.
 
-Layout: x, y and their gradients [B, T, C], taps [C, 4] with a token's own last; heads and gates [M, V].
+Layout: x, y and their gradients [B, T, C], taps [C, 4] with a token's own last, bias [C] or None; heads
+and gates [M, V].
 """
 
 import triton
@@ -36,15 +37,18 @@ def _taps(taps, channels):
 
 
 @triton.jit
-def _sum(start, token, taps, x0, x1, x2, x3):
-    """Return the sum of a token and the three before it, those of its document."""
+def _sum(start, token, taps, bias, x0, x1, x2, x3):
+    """Return the sum of a token and the three before it, those of its document, and the bias, if any; 0 for padding."""
     total = tl.where(start <= token, x0 * taps[0], 0.0) + tl.where(start < token, x1 * taps[1], 0.0)
-    return total + tl.where(start + 1 < token, x2 * taps[2], 0.0) + tl.where(start + 2 < token, x3 * taps[3], 0.0)
+    total += tl.where(start + 1 < token, x2 * taps[2], 0.0) + tl.where(start + 2 < token, x3 * taps[3], 0.0)
+    if bias is not None:
+        total += tl.where(start <= token, bias, 0.0)  # none in padding
+    return total
 
 
 @triton.jit
 def convolution_kernel(
-    x, taps, starts, y, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+    x, taps, bias, starts, y, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Convolve some tokens of some channels within each document; grid (C / BLOCK_C, tiles of T, B).
 
@@ -52,21 +56,23 @@ def convolution_kernel(
     """
     row, first = tl.program_id(2).to(tl.int64) * T, tl.program_id(1) * BLOCK_T
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    weights = _taps(taps, channels)
+    weights, added = _taps(taps, channels), None
+    if bias is not None:
+        added = tl.load(bias + channels).to(tl.float32)
     x, y, starts = x + row * C, y + row * C, starts + row
     x1, x2 = _row(x, first - 1, 0, channels, C, T), _row(x, first - 2, 0, channels, C, T)
     x3 = _row(x, first - 3, 0, channels, C, T)
     for step in tl.static_range(BLOCK_T):
         token = first + step
         x0 = _row(x, token, 0, channels, C, T)
-        total = _sum(_begin(starts, token, T), token, weights, x0, x1, x2, x3)
+        total = _sum(_begin(starts, token, T), token, weights, added, x0, x1, x2, x3)
         tl.store(y + token * C + channels, _silu(total).to(y.dtype.element_ty), mask=(channels >= 0) & (token < T))
         x1, x2, x3 = x0, x1, x2
 
 
 @triton.jit
 def convolution_gradient_kernel(
-    x, taps, starts, dy, dx, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+    x, taps, bias, starts, dy, dx, T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Compute dx of some tokens and channels, from the gradients to their sums and the next three tokens'.
 
@@ -74,7 +80,9 @@ def convolution_gradient_kernel(
     """
     row, first = tl.program_id(2).to(tl.int64) * T, tl.program_id(1) * BLOCK_T
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    weights = _taps(taps, channels)
+    weights, added = _taps(taps, channels), None
+    if bias is not None:
+        added = tl.load(bias + channels).to(tl.float32)
     x, dy, dx, starts = x + row * C, dy + row * C, dx + row * C, starts + row
     x1, x2 = _row(x, first - 1, 0, channels, C, T), _row(x, first - 2, 0, channels, C, T)
     x3 = _row(x, first - 3, 0, channels, C, T)
@@ -83,7 +91,7 @@ def convolution_gradient_kernel(
     for step in tl.static_range(BLOCK_T + 3):
         token = first + step
         s0, x0 = _begin(starts, token, T), _row(x, token, 0, channels, C, T)
-        total = _sum(s0, token, weights, x0, x1, x2, x3)
+        total = _sum(s0, token, weights, added, x0, x1, x2, x3)
         gate = 1.0 / (1.0 + tl.exp(-total))
         d0 = _row(dy, token, 0, channels, C, T) * gate * (1.0 + total * (1.0 - gate))
         if step >= 3:

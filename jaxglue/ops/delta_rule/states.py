@@ -97,11 +97,15 @@ def last_states(
 
 
 def convolution_step(
-    x: Float[Array, "S C"], inputs: Float[Array, "S W-1 C"], weight: Float[Array, "C 1 W"]
+    x: Float[Array, "S C"],
+    inputs: Float[Array, "S W-1 C"],
+    weight: Float[Array, "C 1 W"],
+    bias: Float[Array, " C"] | None = None,
 ) -> tuple[Float[Array, "S C"], Float[Array, "S W-1 C"]]:
     """Return `causal_convolution` of a token behind each of the inputs, and the inputs with it."""
     seen = jnp.concatenate([inputs, x[:, None].astype(inputs.dtype)], axis=1)
     total = jnp.einsum("swc,cw->sc", seen.astype(jnp.float32), weight[:, 0].astype(jnp.float32))
+    total = total if bias is None else total + bias.astype(jnp.float32)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]
 
 

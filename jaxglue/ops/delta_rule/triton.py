@@ -115,13 +115,13 @@ class TritonDeltaRows(Launcher):
     """Tokens in a tile of the convolution."""
     num_warps: int = 4
 
-    def convolve(self, x, taps, starts) -> jax.Array:
+    def convolve(self, x, taps, bias, starts) -> jax.Array:
         """See `RowsBackend`."""
-        return self._convolve(row_kernels.convolution_kernel, x, taps, starts)
+        return self._convolve(row_kernels.convolution_kernel, x, taps, bias, starts)
 
-    def convolve_gradient(self, x, taps, starts, dy) -> jax.Array:
+    def convolve_gradient(self, x, taps, bias, starts, dy) -> jax.Array:
         """See `RowsBackend`."""
-        return self._convolve(row_kernels.convolution_gradient_kernel, x, taps, starts, dy)
+        return self._convolve(row_kernels.convolution_gradient_kernel, x, taps, bias, starts, dy)
 
     def _convolve(self, kernel, x, *others) -> jax.Array:
         (B, T, C), channels = x.shape, math.gcd(x.shape[2], _CHANNELS)

@@ -43,10 +43,10 @@ class DeltaBackend(Protocol):
 class RowsBackend(Protocol):
     """Kernels around the rule, which read and write every value once."""
 
-    def convolve(self, x, taps: Float[Array, "C W"], starts) -> Float[Array, "B T C"]:
+    def convolve(self, x, taps: Float[Array, "C W"], bias: Float[Array, " C"] | None, starts) -> Float[Array, "B T C"]:
         """Return `causal_convolution` of x, within documents that begin at `starts` [B, T]."""
 
-    def convolve_gradient(self, x, taps: Float[Array, "C W"], starts, dy) -> Float[Array, "B T C"]:
+    def convolve_gradient(self, x, taps: Float[Array, "C W"], bias, starts, dy) -> Float[Array, "B T C"]:
         """Return the gradient to x."""
 
     def gated_norm(self, x, gate, weight, *, eps: float) -> Float[Array, "*B V"]:

@@ -105,7 +105,7 @@ GROUPED_MATMUL = Operation(
             check=_check_grouped,
             load=_load,
             advantage="work grows with the rows, not with rows times groups",
-            reads={GroupedCall: {"dtype": None, "activation": ("swiglu", "geglu", "gpt_oss")}},
+            reads={GroupedCall: {"dtype": None, "activation": ("swiglu", "geglu", "gpt_oss", "relu2")}},
         )
     },
 )
@@ -176,7 +176,7 @@ FEW_ROWS_EXPERTS = Operation(
             reads={
                 FewRowsExpertsCall: {
                     **dict.fromkeys(("dtype", "rows", "experts", "matrices", "transpose_rhs")),
-                    "activation": ("swiglu", "geglu", "gpt_oss"),
+                    "activation": ("swiglu", "geglu", "gpt_oss", "relu2"),
                 },
                 MXFP4: ("blocks", "scales"),
                 Stack: ("rows", "out"),
@@ -389,7 +389,7 @@ def moe_mlp(
         gate_up, down: the experts' matrices; [E, 2F, D] and [E, D, F] with `transpose_rhs`, the layout of Qwen3-MoE
             and of every `MXFP4` checkpoint.
         activation: `swiglu`, silu(gate)·up, the gate in the first half of 2F; `geglu`, gelu_tanh(gate)·up likewise; or
-            `gpt_oss`, clamped, gate and up alternating.
+            `gpt_oss`, clamped, gate and up alternating; `relu2`, max(up, 0)² of F columns, without a gate.
         gate_up_bias, down_bias: of each expert.
         transpose_rhs: the matrices are stored [out, in].
         lora: adapters of the experts.
@@ -406,7 +406,8 @@ def moe_mlp(
     if x.shape[0] != routing.expert_ids.shape[0]:
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
     adapters, E = (lora or ExpertLora()).scaled, routing.group_sizes.shape[0]
-    F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs) // 2
+    F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs)
+    F = F if activation == "relu2" else F // 2
     _check_operands("down", down, (E, F), down_bias, adapters[1], transpose_rhs)
     operands = x, routing, (gate_up, down), (gate_up_bias, down_bias), adapters
     call = FewRowsExpertsCall(

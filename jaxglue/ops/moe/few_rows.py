@@ -202,7 +202,7 @@ class TritonFewRowsExperts(Launcher):
         Columns of x are in the order of the matrices, those of the result in `order`.
         """
         S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
-        row_tiles, gated = routing.groups.gathered_tiles, activation is not None
+        row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or _fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays = (
@@ -213,7 +213,7 @@ class TritonFewRowsExperts(Launcher):
             matrices.nf4,
             jnp.asarray(np.array(VALUES, np.float32)) if self.plain and matrices.nf4 else None,
             bias,
-            routing.row_weights if gated else None,
+            None if activation is None else routing.row_weights,
             table,
         )
         least = BLOCK if matrices.nf4 else 32

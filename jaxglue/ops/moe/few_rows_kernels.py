@@ -210,6 +210,9 @@ def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.conste
         gate, up = tl.split(tl.permute(tl.reshape(acc, (spec.block_n, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
         acc = _activate(gate, up, spec.gpt_oss, spec.gelu, spec.alpha, spec.limit) * weights[None, :]
+    elif row_weights is not None:  # the one activation without a gate: max(up, 0)²
+        positive = tl.maximum(acc, 0.0)
+        acc = positive * positive * tl.load(row_weights + row, mask=ours, other=0.0)[None, :]
     columns = column + tl.arange(0, spec.block_n)
     mask = (columns < spec.N)[:, None] & ours[None, :]
     at = out + row.to(tl.int64)[None, :] * spec.out_columns
@@ -307,7 +310,7 @@ def experts_kernel(
     x [S, x_columns], or with `tokens` [S] x [M, x_columns], of which these are the rows; matrices [E, N, K], or
     [E, K, N] where they are not transposed, with 2N columns where they are gated. Scales are [E, N, K / 64] for NF4,
     with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
-    is the product, or gated the activation times the rows' weights.
+    is the product, or with `row_weights` the activation times these.
     """
     table += tl.program_id(0)
     group, start = tl.load(table), tl.load(table + spec.tiles)

@@ -245,22 +245,33 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.con
 
 
 @triton.jit
+def _squared(projected, start, F: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (max(x, 0)², its derivative) of BLOCK columns of a row."""
+    columns = start + tl.arange(0, BLOCK)
+    positive = tl.maximum(tl.load(projected + columns, mask=columns < F, other=0.0).to(tl.float32), 0.0)
+    return positive * positive, 2.0 * positive
+
+
+@triton.jit
 def activation_kernel(
     projected, weights, offsets, out,
-    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, RELU2: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of out [S, F], the activation of projected [S, 2F] times the row's weight; grid (S).
 
-    Rows from offsets[E] on belong to no group and are not written.
+    RELU2 has no gate, and projected is [S, F]. Rows from offsets[E] on belong to no group and are not written.
     """
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + E):
         return
     weight = tl.load(weights + row)
     for start in range(0, F, BLOCK):
-        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, _, _ = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
+        if RELU2:
+            value, _ = _squared(projected + row * F, start, F, BLOCK)
+        else:
+            gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+            value, _, _ = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
         columns = start + tl.arange(0, BLOCK)
         tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
 
@@ -268,8 +279,8 @@ def activation_kernel(
 @triton.jit
 def activation_gradient_kernel(
     projected, weights, offsets, dout, dprojected, dweights,
-    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, GELU: tl.constexpr, RELU2: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of dprojected [S, 2F] and of dweights [S], where it belongs to a group; grid (S)."""
     row = tl.program_id(0).to(tl.int64)
@@ -277,21 +288,27 @@ def activation_gradient_kernel(
         return
     weight = tl.load(weights + row)
     dweight = tl.full((BLOCK,), 0.0, tl.float32)  # added up across threads at last
-    dprojected += row * 2 * F
+    dprojected += row * (F if RELU2 else 2 * F)
     for start in range(0, F, BLOCK):
-        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, by_gate, by_up = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
         columns = start + tl.arange(0, BLOCK)
         grad = tl.load(dout + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
-        dweight += grad * value
-        dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
-        dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
-        if GPT_OSS:
-            both, columns = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)), 2 * start + tl.arange(0, 2 * BLOCK)
-            tl.store(dprojected + columns, both, mask=columns < 2 * F)
+        if RELU2:
+            value, by_up = _squared(projected + row * F, start, F, BLOCK)
+            dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
+            tl.store(dprojected + columns, dup, mask=columns < F)
         else:
-            tl.store(dprojected + columns, dgate, mask=columns < F)
-            tl.store(dprojected + F + columns, dup, mask=columns < F)
+            gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+            value, by_gate, by_up = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
+            dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
+            dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
+            if GPT_OSS:
+                both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+                pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+                tl.store(dprojected + pairs, both, mask=pairs < 2 * F)
+            else:
+                tl.store(dprojected + columns, dgate, mask=columns < F)
+                tl.store(dprojected + F + columns, dup, mask=columns < F)
+        dweight += grad * value
     tl.store(dweights + row, tl.sum(dweight, 0))
 
 

@@ -14,7 +14,7 @@ from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, w
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
-Activation = Literal["swiglu", "geglu", "gpt_oss"]
+Activation = Literal["swiglu", "geglu", "gpt_oss", "relu2"]
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
@@ -47,14 +47,16 @@ def _scaled(adapter: ExpertAdapter | None, scale: float) -> ExpertAdapter | None
     return None if adapter is None else ExpertAdapter(adapter[0], scale * adapter[1])
 
 
-def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
-    """Compute the gated activation in float32.
+def activate(projected: Float[Array, "S columns"], activation: Activation) -> Float[Array, "S F"]:
+    """Compute the activation, of 2F columns gated, in float32.
 
     `swiglu` is silu(gate) · up with the gate in the first half, `geglu` gelu(gate) · up, in gelu's tanh form. `gpt_oss`
     alternates gate and up, clamps both, scales the gate's sigmoid by 1.702 and adds one to up (Hugging Face's
-    `GptOssExperts`).
+    `GptOssExperts`). `relu2` is max(up, 0)², without a gate, of F columns.
     """
     projected = projected.astype(jnp.float32)
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(projected))
     if activation != "gpt_oss":
         gate, up = jnp.split(projected, 2, axis=-1)
         return (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up

@@ -89,7 +89,7 @@ class TritonMoe(Launcher):
 
     def activate(self, projected, weights, groups: GroupMetadata, activation: Activation):
         """See `MoeBackend`."""
-        S, F = projected.shape[0], projected.shape[1] // 2
+        S, F = projected.shape[0], projected.shape[1] // (1 if activation == "relu2" else 2)
         out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
         constants = _activation_constants(F, groups, activation)
         return self._launch_rows(kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
@@ -141,6 +141,7 @@ def _activation_constants(F: int, groups: GroupMetadata, activation: Activation)
         "E": groups.sizes.shape[0],
         "GPT_OSS": activation == "gpt_oss",
         "GELU": activation == "geglu",
+        "RELU2": activation == "relu2",
         "ALPHA": GPT_OSS_ALPHA,
         "LIMIT": GPT_OSS_LIMIT,
     }

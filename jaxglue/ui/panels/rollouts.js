@@ -51,8 +51,8 @@ function group(one, open) {
     equal.get(answer.answer).push(answer);
   }
   const rows = [...equal.entries()].sort((a, b) => b[1].length - a[1].length).map(([text, same]) => {
-    const { rewards, advantage, tokens, ended } = same[0];
-    const facts = [`${same.length} ×`, ...Object.entries(rewards ?? {}).map(([name, value]) => `${name} ${number(value)}`), `${tokens} tokens${ended ? "" : ", cut off"}`];
+    const { rewards, advantage, tokens, ended, died } = same[0];
+    const facts = [`${same.length} ×`, ...Object.entries(rewards ?? {}).map(([name, value]) => `${name} ${number(value)}`), `${tokens} tokens${died ? `, its environment ${died}` : ended ? "" : ", cut off"}`];
     return make("div", { class: "turn assistant" }, make("div", { class: "dim" }, facts.join(" · "), " · ", make("span", { class: advantage > 0 ? "good" : advantage < 0 ? "bad" : "" }, `advantage ${advantage > 0 ? "+" : ""}${number(advantage)}`)),
       same[0].turns ? thread(same[0].turns) : make("pre", {}, text || "(empty)"));
   });

@@ -40,6 +40,8 @@ def case(M, E, k, D, F, *, transposed=True, stored=None, bias=False, activation=
     gate_up, down = (
         (draw(1, E, 2 * F, D) / 4, draw(2, E, D, F)) if transposed else (draw(1, E, D, 2 * F) / 4, draw(2, E, F, D))
     )
+    if activation == "relu2":
+        gate_up = draw(1, E, F, D) / 4
     if stored:
         quantize = quantize_mxfp4 if stored == "mxfp4" else partial(hold_matrices, FORMATS[stored])
         gate_up, down = quantize(gate_up), quantize(down)
@@ -67,6 +69,7 @@ def kernels(interpreted):
         ((9, 4, 2, 128, 64), {"stored": "nf4"}),
         ((9, 4, 2, 96, 64), {"stored": "fp8"}),
         repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}),
+        ((9, 4, 2, 64, 48), {"activation": "relu2"}),
         ((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}),
     ],
 )

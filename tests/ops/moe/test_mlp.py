@@ -17,7 +17,7 @@ from jaxglue.ops.moe.vjp import fused_activation
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
 
 
-def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
+def random_layer(transpose: bool, M=M, D=D, F=F, R=R, columns=2):
     """Draw x, logits, matrices, biases and adapters.
 
     Few projections are near GPT-OSS's clamps, where rounding to bfloat16 decides whether a gradient passes.
@@ -31,12 +31,12 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
     return {
         "x": normal(M, D),
         "logits": normal(M, E),
-        "gate_up": matrix(D, 2 * F),
+        "gate_up": matrix(D, columns * F),
         "down": matrix(F, D),
-        "gate_up_bias": normal(E, 2 * F),
+        "gate_up_bias": normal(E, columns * F),
         "down_bias": normal(E, D),
         "lora": ExpertLora(
-            gate_up=ExpertAdapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
+            gate_up=ExpertAdapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, columns * F, R, scale=0.1)),
             down=ExpertAdapter(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
             scale=0.5,
         ),
@@ -48,13 +48,15 @@ def every_expert(arguments, *, activation, transpose):
     a = arguments
     chosen, expert_ids = jax.lax.top_k(a["logits"], X)
     weights = jax.nn.softmax(chosen, axis=-1)
-    out, F = jnp.zeros(a["x"].shape), a["gate_up_bias"].shape[1] // 2
+    out, F = jnp.zeros(a["x"].shape), a["down"].shape[2 if transpose else 1]
     for e in range(E):
         gate_up = a["gate_up"][e].T if transpose else a["gate_up"][e]
         down = a["down"][e].T if transpose else a["down"][e]
         (A1, B1), (A2, B2) = a["lora"].gate_up, a["lora"].down
         h = a["x"] @ (gate_up + 0.5 * A1[e].T @ B1[e].T) + a["gate_up_bias"][e]
-        if activation != "gpt_oss":
+        if activation == "relu2":
+            h = jnp.square(jax.nn.relu(h))
+        elif activation != "gpt_oss":
             gate, up = h[:, :F], h[:, F:]
             h = (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
         else:
@@ -85,19 +87,21 @@ def output_and_gradients(function, arguments):
     return out, pull(jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype))
 
 
-@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), repeat("geglu", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(
+    ("activation", "transpose"), [("swiglu", True), repeat("geglu", True), ("gpt_oss", False), ("relu2", True)]
+)
 def test_reference_matches_every_expert(activation, transpose):
-    arguments = random_layer(transpose)
+    arguments = random_layer(transpose, columns=1 if activation == "relu2" else 2)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
     assert_same(output_and_gradients(partial(ours, **options), arguments), expected)
 
 
-@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False), ("relu2", True)])
 def test_interpreted_kernels_match_every_expert(activation, transpose, interpreted_kernels):
     tiles = MatmulTiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
     kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
-    arguments = random_layer(transpose)
+    arguments = random_layer(transpose, columns=1 if activation == "relu2" else 2)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
     with GROUPED_MATMUL.using(kernels):
@@ -147,7 +151,7 @@ def test_a_policy_can_save_the_projections_by_name():
 
 def test_mismatched_arguments_are_refused():
     arguments = random_layer(transpose=True)
-    with pytest.raises(ValueError, match="activation must be one of swiglu, geglu, gpt_oss, got 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of swiglu, geglu, gpt_oss, relu2, got 'relu'"):
         ours(arguments, activation="relu", transpose=True)
     with pytest.raises(ValueError, match="routing is for 19 tokens, but x has 18"):
         ours(arguments | {"x": arguments["x"][1:]}, activation="swiglu", transpose=True)

@@ -1,0 +1,1 @@
+../../jaxglue/recipes/quickstart/calculator.py

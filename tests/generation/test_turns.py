@@ -1,0 +1,101 @@
+"""Turns of conversations, decoded together: as separate prompts, also from pages that were on the host meanwhile."""
+
+from collections import deque
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import DecodeBatch, Engine
+from jaxglue.generation.pages import CachePlan
+from jaxglue.generation.scheduler import Request
+from jaxglue.generation.turns import Turn, decode_turns
+from jaxglue.models.parameters import split_model
+
+TURNS, MOST = 3, 6
+
+
+class Source:
+    """Conversations whose next turn comes after that of others, with some further tokens."""
+
+    def __init__(self, prompts, *, delay):
+        self._ready = deque(Turn(prompt, i, 0, 5, MOST, holds=True) for i, prompt in enumerate(prompts))
+        self._delay, self._late, self.left, self.texts = delay, deque(), len(prompts), {}
+        self._over = []
+
+    def ready(self):
+        turns = [*self._ready]
+        self._ready.clear()
+        return turns
+
+    def released(self):
+        turns, self._over = self._over, []
+        return turns
+
+    def take(self, turn, completion):
+        text = [*turn.prompt, *completion.tokens.tolist()]
+        self.texts.setdefault(turn.index, []).append((turn, completion))
+        if len(self.texts[turn.index]) == TURNS:
+            self.left -= 1
+            self._over.append(turn)
+            self._late.append(None)
+        else:
+            further = [(turn.index * 7 + i) % 90 for i in range(3 + turn.index)]
+            holds = len(self.texts[turn.index]) + 1 < TURNS
+            self._late.append(Turn(text + further, turn.index, 0, turn.seed + 1, MOST, after=turn, holds=holds))
+        if len(self._late) > self._delay or self.left <= self._delay:
+            self._next()
+
+    def _next(self):
+        turn = self._late.popleft() if self._late else None
+        if turn is not None:
+            self._ready.append(turn)
+
+    def wait(self):
+        self._next()
+
+    @property
+    def is_over(self):
+        return self.left == 0
+
+
+@pytest.fixture
+def engine(tiny_model):
+    graphdefs, *trees = split_model(tiny_model("qwen3"), nnx.LoRAParam)
+    model = tiny_model("qwen3")
+    return Engine(graphdefs, model.config, dtype=jnp.float32), tuple(trees)
+
+
+@pytest.mark.parametrize(("pages", "delay", "moves"), [(40, 2, False), (9, 4, True)])
+def test_turns_are_as_answers_to_whole_prompts(engine, monkeypatch, pages, delay, moves):
+    engine, trees = engine
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 97, length).tolist() for length in (70, 90, 100, 64, 129)]
+    seen = {"saved": 0, "loaded": 0, "computed": 0}
+    dispatch = DecodeBatch._dispatch
+
+    def noted(self, work):
+        seen["saved"] += len(work.saves)
+        seen["loaded"] += len(work.loads)
+        seen["computed"] += sum(len(each.tokens) - each.begin for each in [*work.prompts, *work.suffixes])
+        return dispatch(self, work)
+
+    monkeypatch.setattr(DecodeBatch, "_dispatch", noted)
+    source = Source(prompts, delay=delay)
+    sampling = SamplingConfig(max_tokens=MOST, temperature=1.0, top_p=1.0)
+    plan = CachePlan(slots=2, pages=pages, table=8, bytes=10**6)
+    decode_turns(engine, trees, source, plan, sampling, (), whole=False)
+    assert all(len(source.texts[index]) == TURNS for index in range(len(prompts)))
+    assert bool(seen["saved"]) == bool(seen["loaded"]) == moves
+    # Nothing is computed twice: a prompt once, and then the last token of each turn with those that follow it.
+    follow = sum((TURNS - 1) * (3 + index) for index in range(len(prompts)))
+    assert seen["computed"] == sum(len(prompt) - 1 for prompt in prompts) + follow
+    monkeypatch.undo()
+    for turns in source.texts.values():
+        for turn, completion in turns:
+            own = SamplingConfig(max_tokens=MOST, temperature=1.0, top_p=1.0, seed=turn.seed)
+            (alone,) = engine.generate(*trees, [Request(turn.prompt, own, turn.index)])
+            assert completion.tokens.tolist() == alone.tokens.tolist()
+            np.testing.assert_allclose(completion.log_probs, alone.log_probs, atol=2e-5)
