@@ -56,9 +56,10 @@ def main() -> None:
                 moved = 2 * ROWS[name] * args.tokens * args.channels
                 rate = moved / ms / 1e9
                 results.append({"case": case, "by": backend, "pass": name, "ms": round(ms, 4), "TB/s": round(rate, 2)})
+                print(results[-1], flush=True)
+                if args.json:
+                    write_results(args.json, results)
     print(table(results))
-    if args.json:
-        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 
-class Encoder(torch.nn.Module):
-    """A model and its pooling, as sentence-transformers calls them in training."""
+class Tokens(torch.nn.Module):
+    """A model as the first module of sentence-transformers: features with the tokens' embeddings."""
 
-    def __init__(self, model, pooling):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.pooling = model, pooling
+        self.model = model
 
     def forward(self, features):
         hidden = self.model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
-        return self.pooling({**features, "token_embeddings": hidden.last_hidden_state})
+        return {**features, "token_embeddings": hidden.last_hidden_state}
 
 
 def columns(lengths: np.ndarray, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -54,7 +54,7 @@ def main() -> None:
     options = {"dtype": torch.bfloat16, "attn_implementation": attention}
     model = AutoModel.from_config(config, **options).cuda().train()
     model.gradient_checkpointing_enable()
-    encoder = Encoder(model, Pooling(config.hidden_size, "lasttoken"))
+    encoder = torch.nn.Sequential(Tokens(model), Pooling(config.hidden_size, "lasttoken"))
     lengths = np.load(args.texts)["lengths"]
     loss = CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=args.mini_batch)
     few = columns(lengths[: 2 * args.mini_batch], config.vocab_size)

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 RANK = ALPHA = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-_LFM_TARGETS = ["q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"]
+_LFM_TARGETS = r".*\.layers\.\d+\..*\.(q_proj|k_proj|v_proj|in_proj|out_proj|w1|w2|w3)"
+"""A pattern: of names in a list, Unsloth takes those in attention and feed-forwards alone."""
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -44,8 +45,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def targets(folder: str) -> list[str]:
-    """Return the linear layers of a folder's model that get adapters, all of them."""
+def targets(folder: str) -> list[str] | str:
+    """Return the linear layers of a folder's model that get adapters, all of them; names or a pattern of paths."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         model_type = json.load(file)["model_type"]
     return _LFM_TARGETS if model_type == "lfm2" else TARGETS + _DELTA_TARGETS * model_type.startswith("qwen3_5")

@@ -16,6 +16,8 @@ from jaxglue.ops.state_space.vjp import Prepared
 
 _BLOCK = 16
 """Heads whose decays a program sums."""
+_WIDEST = 128
+"""Most rows of a state of which two are in shared memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class TritonStateSpace(Launcher):
     decays: StateSpaceTiles = field(default_factory=lambda: StateSpaceTiles(heads=_BLOCK))
     state: StateSpaceTiles = field(default_factory=lambda: StateSpaceTiles(num_stages=3))
     output: StateSpaceTiles = field(default_factory=lambda: StateSpaceTiles(num_stages=2))
-    input_gradient: StateSpaceTiles = field(default_factory=StateSpaceTiles)
+    input_gradient: StateSpaceTiles = field(default_factory=lambda: StateSpaceTiles(num_stages=2))
     group_gradient: StateSpaceTiles = field(default_factory=lambda: StateSpaceTiles(num_warps=8))
     chunk: int = 64
 
@@ -87,8 +89,9 @@ class TritonStateSpace(Launcher):
         return jax.ShapeDtypeStruct((len(xbc), spec.N, spec.chunks, spec.S, spec.P), dtype or xbc.dtype)
 
     def _heads(self, tiles: StateSpaceTiles, heads: StateHeads) -> StateSpaceTiles:
-        """Return the tiles with as many heads as divide a group."""
-        return replace(tiles, heads=math.gcd(tiles.heads, heads.values // heads.groups))
+        """Return the tiles with as many heads as divide a group, and one stage where two of a state find no room."""
+        stages = tiles.num_stages if heads.state_dim <= _WIDEST else 1
+        return replace(tiles, heads=math.gcd(tiles.heads, heads.values // heads.groups), num_stages=stages)
 
     def _spec(self, xbc, heads: StateHeads) -> StateSpaceSpec:
         N, P, G, S = heads
