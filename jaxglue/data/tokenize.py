@@ -46,9 +46,9 @@ from jaxglue.files.regular_file import file_digest
 _VERSION = 10
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
+RowEncoder = Encoder | UnitEncoder
 _WORTH_DECODING = 256
 """Number of rows with images above which it does."""
-RowEncoder = Encoder | UnitEncoder
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
 
@@ -77,8 +77,8 @@ def tokenize(
     *,
     preferences: bool = False,
     columns: Columns = NO_COLUMNS,
-    images: ImageRules | None = None,
     task: ReadTask | None = None,
+    images: ImageRules | None = None,
 ) -> Tokenized:
     """Tokenize a source, or open the cached result; rows of preference data become two documents each.
 
@@ -89,22 +89,29 @@ def tokenize(
         progress: shows hashing and tokenizing.
         preferences: the rows have two answers, or one with a label.
         columns: of numbers, read beside the documents.
-        images: rules of a model that sees.
         task: of rows whose parts are read.
+        images: rules of a model that sees.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
     folder = Path(config.cache_dir) / cache_key(
-        *(digests, source, tokenizer, preferences, _VERSION, columns, config.encoding),
-        *(images, task.encoding if task else ""),
+        digests,
+        source,
+        tokenizer,
+        preferences,
+        _VERSION,
+        columns,
+        config.encoding,
+        task.encoding if task else "",
+        images,
     )
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config, tokenizer, progress, preferences, columns, images, task)
+        _write(folder, source, config, tokenizer, progress, preferences, columns, task, images)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
@@ -123,8 +130,8 @@ def _write(
     progress: DataProgress,
     preferences: bool,
     columns: Columns,
+    task: ReadTask | None,
     images: ImageRules | None,
-    task: ReadTask | None = None,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
@@ -142,14 +149,6 @@ def _write(
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
-
-
-def _unused(rows: Iterable[Row], format: str, columns: Columns, images: ImageRules | None) -> list[str]:
-    return [name for name in unused_columns(rows, format, columns) if images is None or name not in IMAGE_COLUMNS]
-
-
-def _has_images(head: Sequence[Row]) -> bool:
-    return any(row_images(row.value) for row in head[:_CHUNK])
 
 
 def read_encoder(
@@ -173,6 +172,14 @@ def _unread(rows: Iterable[Row], encoder: UnitEncoder) -> list[str]:
     return [key for key in dict.fromkeys(found) if key not in encoder.keys]
 
 
+def _unused(rows: Iterable[Row], format: str, columns: Columns, images: ImageRules | None) -> list[str]:
+    return [name for name in unused_columns(rows, format, columns) if images is None or name not in IMAGE_COLUMNS]
+
+
+def _has_images(head: Sequence[Row]) -> bool:
+    return any(row_images(row.value) for row in head[:_CHUNK])
+
+
 def make_encoder(
     source: Source,
     config: DataConfig,
@@ -188,8 +195,8 @@ def make_encoder(
         loss_on=source.loss_on,
         system=source.system,
         columns=columns,
-        images=images,
         **config.encoding,
+        images=images,
     )
 
 
@@ -203,7 +210,7 @@ class FirstRow(NamedTuple):
 
 
 def first_row(
-    config: DataConfig, *, preferences: bool, images: ImageRules | None = None, task: ReadTask | None = None
+    config: DataConfig, *, preferences: bool, task: ReadTask | None = None, images: ImageRules | None = None
 ) -> FirstRow:
     """Read the first row of the first source.
 
@@ -279,8 +286,8 @@ def cache_key(
     version: int,
     columns: Columns = NO_COLUMNS,
     encoding: Mapping[str, Any] = MappingProxyType({}),
-    images: ImageRules | None = None,
     reads: str = "",
+    images: ImageRules | None = None,
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
@@ -290,8 +297,8 @@ def cache_key(
     rows: list[Any] = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
-    rows += [["images", images.processor.key]] if images else []
     rows += [reads] if reads else []
+    rows += [["images", images.processor.key]] if images else []
     return content_key(version, files, *settings, *model, *rows)
 
 

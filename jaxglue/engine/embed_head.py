@@ -115,8 +115,6 @@ class EmbedHead:
         self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None, layer_inputs: list
     ) -> list[PackedContext]:
         """Return every layer's context; they differ in dropout key, own embeddings, and where FP8 is used."""
-        of_layers = self.config.layer_segments(batch.segments, batch.images)
-        layers = zip(keys, self.fp8_layers, layer_inputs, of_layers, strict=True)
         return [
             PackedContext(
                 segments=segments,
@@ -128,7 +126,13 @@ class EmbedHead:
                 fp8=fp8,
                 layer_input=layer_input,
             )
-            for layer_key, fp8, layer_input, segments in layers
+            for layer_key, fp8, layer_input, segments in zip(
+                keys,
+                self.fp8_layers,
+                layer_inputs,
+                self.config.layer_segments(batch.segments, batch.images),
+                strict=True,
+            )
         ]
 
     def embed_backward(

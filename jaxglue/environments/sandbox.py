@@ -70,10 +70,10 @@ class Sandbox:
 
     def _run(self, command: list[str]) -> str:
         assert self._folder is not None
-        whole = command if self._unsafe else [*_namespaces(self._folder), *command]
+        started = command if self._unsafe else [*_namespaces(self._folder), *command]
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                whole,
+                started,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -87,9 +87,14 @@ class Assistant:
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        options: dict[str, Any] = {"kv_cache": config.kv_cache, "ahead": stays and jax.default_backend() != "cpu"}
-        options["drafting"] = self._read_head(config) if config.drafted else None
-        self.engine = Engine(self.graphdefs, self.config, dtype=self.dtype, **options)
+        self.engine = Engine(
+            self.graphdefs,
+            self.config,
+            dtype=self.dtype,
+            kv_cache=config.kv_cache,
+            ahead=stays and jax.default_backend() != "cpu",
+            drafting=self._read_head(config) if config.drafted else None,
+        )
         self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
         """Rules for images; None of a model that sees none."""
         tower = self.engine, self.adapter, self.frozen
@@ -126,8 +131,17 @@ class Assistant:
     ) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index`, `grammar` and errors as of `Engine.stream`."""
         stops = self.stops | special_stops(self.tokenizer, sampling.stop)
-        options: dict[str, Any] = {"index": index, "grammar": grammar, "images": images, "memory": self.memory}
-        new = self.engine.stream(self.adapter, self.frozen, tokens, sampling, stops, **options)
+        new = self.engine.stream(
+            self.adapter,
+            self.frozen,
+            tokens,
+            sampling,
+            stops,
+            index=index,
+            grammar=grammar,
+            images=images,
+            memory=self.memory,
+        )
         return before(stream_text(self.tokenizer, new), sampling.stop)
 
     def encode(self, chat: Chat, media: Sequence[Any] = (), **options: Any) -> Prompt:

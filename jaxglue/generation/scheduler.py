@@ -49,12 +49,12 @@ class Request:
     """Ranks of the adapters that its tokens use; None for all."""
     grammar: Grammar | None = None
     """Grammar of its answers; None for free ones."""
-    images: PromptImages | None = None
-    """Its images; None for text alone."""
     holds: bool = False
     """Its answer's pages stay when it has ended, until they are released: another request may go on from it."""
     after: "Sequence | None" = None
     """The answer that held its pages and that the prompt goes on from, if there is one."""
+    images: PromptImages | None = None
+    """Its images; None for text alone."""
 
 
 class Tokens(NamedTuple):

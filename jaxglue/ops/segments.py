@@ -123,6 +123,15 @@ def within_window(segments: PackedSegments, window: int | None) -> tuple[PackedS
     return replace(segments, starts=starts, ends=ends), None
 
 
+def as_kernels_read(segments: PackedSegments, window: int | None) -> tuple[PackedSegments, int | None]:
+    """Return the metadata as attention's kernels read it, and the window that they still have to compare."""
+    if segments.bidirectional:
+        return both_ways(segments, window), None
+    if segments.own_keys is not None:
+        return within_window(segments, window)
+    return segments, window
+
+
 class BatchKind(NamedTuple):
     """The static properties of a batch's documents; batches of one kind share programs."""
 

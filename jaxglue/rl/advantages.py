@@ -61,15 +61,15 @@ def turn_credits(plan: RolloutPlan, generation: Generation) -> list[list[Float[n
     count = max((len(rewards) for group in turns for rewards in group), default=0)
     left = np.full((*totals.shape, count), np.nan)
     for index, group in enumerate(turns):
-        for place, rewards in enumerate(group):
+        for number, rewards in enumerate(group):
             before = np.cumsum([0.0, *rewards])[: len(rewards)]
-            left[index, place, : len(rewards)] = totals[index, place] - before
+            left[index, number, : len(rewards)] = totals[index, number] - before
     advantages = [
         np.nan_to_num(plan.objective.advantages(Rewards(by_function=left[:, :, [turn]], weights=np.ones(1))))
         for turn in range(count)
     ]
     return [
-        [_spread(sample, [each[index, place] for each in advantages]) for place, sample in enumerate(group)]
+        [_spread(sample, [each[index, number] for each in advantages]) for number, sample in enumerate(group)]
         for index, group in enumerate(generation.samples)
     ]
 

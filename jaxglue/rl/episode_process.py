@@ -203,7 +203,7 @@ class EpisodeConnection:
 
     def _read(self, end: float) -> dict[str, Any]:
         searched = 0
-        while (place := self._received.find(b"\n", searched)) < 0:
+        while (end_of_line := self._received.find(b"\n", searched)) < 0:
             searched, left = len(self._received), end - time.monotonic()
             if left <= 0:
                 raise EpisodeDiedError(f"reached its limit of {self._seconds:g} s")
@@ -219,8 +219,8 @@ class EpisodeConnection:
             if not part:
                 raise EpisodeDiedError("ended with its process")
             self._received += part
-        line = bytes(self._received[:place])
-        del self._received[: place + 1]
+        line = bytes(self._received[:end_of_line])
+        del self._received[: end_of_line + 1]
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):

@@ -438,9 +438,9 @@ class Episodes:
         if episode.died is None and host is not None:
             with self._dying(episode):
                 rewards |= host.rewards(make(rewards), episode.prompt)
-                own = [x for x in (*episode.turn_rewards, episode.reward, rewards.get(host.name, math.nan)) if x == x]
-                if own:
-                    rewards[host.name] = math.fsum(own)
+                parts = (*episode.turn_rewards, episode.reward, rewards.get(host.name, math.nan))
+                if numbers := [part for part in parts if not math.isnan(part)]:
+                    rewards[host.name] = math.fsum(numbers)
                 host.leave()
         if episode.died is not None:
             rewards = dict.fromkeys(rewards, 0.0 if environment.fate == "zero" else math.nan)
@@ -468,8 +468,8 @@ class Episodes:
             message = f"{episode.where}, {error}"
             if self.environment.fate == "stop":
                 raise ValueError(message) from error
-            kept = "counts as of reward 0" if self.environment.fate == "zero" else "has no reward"
-            _log.warning("%s; it %s", message, kept)
+            counts = "counts as of reward 0" if self.environment.fate == "zero" else "has no reward"
+            _log.warning("%s; it %s", message, counts)
 
     def __enter__(self) -> "Episodes":
         return self
@@ -490,17 +490,17 @@ class EpisodeSource:
 
     Args:
         episodes: all of them.
-        own: those of this source.
+        part: those of this source.
         at_once: the most under way; None for all.
     """
 
-    def __init__(self, episodes: Episodes, own: Sequence[OpenEpisode], at_once: int | None):
-        self._episodes, self._left = episodes, len(own)
+    def __init__(self, episodes: Episodes, part: Sequence[OpenEpisode], at_once: int | None):
+        self._episodes, self._left = episodes, len(part)
         self._ready, self._released = SimpleQueue[OpenEpisode](), SimpleQueue[Turn]()
         self._turns: dict[Turn, OpenEpisode] = {}
         self._news = Condition()
-        self._waiting = list(reversed(own))
-        for _ in range(len(own) if at_once is None else min(at_once, len(own))):
+        self._waiting = list(reversed(part))
+        for _ in range(len(part) if at_once is None else min(at_once, len(part))):
             self._begin_next()
 
     def _begin_next(self) -> None:

@@ -81,13 +81,13 @@ class ObjectHost:
     Args:
         connection: to the object.
         kind: of its class.
-        beside: functions that read the object when they judge, by their names.
+        readers: functions that read the object when they judge, by their names.
         chosen: rows choose among several classes.
     """
 
-    def __init__(self, connection: Connection, kind: EnvironmentKind, beside: Mapping[str, Function], *, chosen: bool):
+    def __init__(self, connection: Connection, kind: EnvironmentKind, readers: Mapping[str, Function], *, chosen: bool):
         self.name = kind.class_name
-        self._connection, self._kind, self._beside, self._chosen = connection, kind, beside, chosen
+        self._connection, self._kind, self._readers, self._chosen = connection, kind, readers, chosen
 
     def reset(self, prompt: Prompt) -> str | None:
         """See `Host`; all columns of the row are arguments of `reset`, with the prompt, if the row has one."""
@@ -104,8 +104,8 @@ class ObjectHost:
                 return Reply([])
             reply = self._connection.ask("call", calls=[call["function"] for call in calls])
             results = [{"role": "tool", "content": text} for text in reply["results"]]
-            known = {"calls": len(calls), "failures": reply["failures"]}
-            return Reply(results, ends=reply["over"], turn_reward=finite(reply["turn_reward"]), **known)
+            counts = {"calls": len(calls), "failures": reply["failures"]}
+            return Reply(results, ends=reply["over"], turn_reward=finite(reply["turn_reward"]), **counts)
         if not self._kind.replies:
             return Reply([])
         reply = self._connection.ask("reply", message=said["content"], messages=messages, last=last)
@@ -118,7 +118,7 @@ class ObjectHost:
         assert sample.episode is not None
         judged: dict[str, Any] = {"columns": dict(prompt.columns), "prompt": prompt.content, "texts": [sample.text]}
         judged |= {"completions": [sample.episode.messages], "completion_ids": [sample.tokens.tolist()]}
-        for name, function in self._beside.items():
+        for name, function in self._readers.items():
             rewards[name] = finite(self._connection.ask("judge", **judged, **function.request)["reward"])
         return rewards
 
@@ -214,5 +214,5 @@ def kind_of_row(kinds: Sequence[EnvironmentKind], columns: Mapping[str, Any], wh
     for kind in kinds:
         if kind.name == name:
             return kind
-    known = ", ".join(str(kind.name) for kind in kinds)
-    raise ValueError(f"{where}: the column environment must name one of {known}, got {name!r:.100}")
+    names = ", ".join(str(kind.name) for kind in kinds)
+    raise ValueError(f"{where}: the column environment must name one of {names}, got {name!r:.100}")

@@ -68,7 +68,7 @@ def _read(path: Path, run: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Return the last lines of episodes; None without the file, or for another run. What a crash cut short is cut."""
     if not path.is_file():
         return None
-    kept, first, end = dict[str, dict[str, Any]](), True, 0
+    episodes, first, end = dict[str, dict[str, Any]](), True, 0
     with path.open("r+b") as file:
         for line in file:
             body = line[_DIGEST:-1]
@@ -78,7 +78,7 @@ def _read(path: Path, run: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
             if first and value.get("run") != json.loads(json.dumps(run, default=float)):
                 return None
             if not first:
-                kept[value["key"]] = value["episode"]
+                episodes[value["key"]] = value["episode"]
             first, end = False, end + len(line)
         file.truncate(end)
-    return None if first else kept
+    return None if first else episodes

@@ -85,10 +85,12 @@ def groups_of(
         shared, contexts = rows_after(prompt, group)
         rows = iter(contexts)
         answers = []
-        for place, sample in enumerate(group):
-            own = None if credits is None else credits[index][place]
+        for number, sample in enumerate(group):
+            of_tokens = None if credits is None else credits[index][number]
             for row in sample.rows(prompt.tokens):
-                answers.append(_trained(objective, sample, row, next(rows), float(advantages[index][place]), own))
+                answers.append(
+                    _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
+                )
         groups.append(Group(shared, answers))
     return groups
 
@@ -97,12 +99,12 @@ def rows_after(prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sequence[int]
     """Return the tokens that all rows of a prompt's answers begin with, and those after them up to each row's own."""
     prompts = [row.prompt for sample in samples for row in sample.rows(prompt.tokens)]
     first = prompts[0]
-    if all(own is first for own in prompts):
+    if all(each is first for each in prompts):
         return first, [()] * len(prompts)
     least, most = min(map(list, prompts)), max(map(list, prompts))
     # What the first and last in order have in common, all have.
     common = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
-    return first[:common], [own[common:] for own in prompts]
+    return first[:common], [each[common:] for each in prompts]
 
 
 def _trained(

@@ -297,13 +297,13 @@ class Judge:
         where = f"environment of {prompt.origin}"
         if (kind := self.kind_of(prompt.columns, prompt.origin)) is None:
             return FunctionHost(partial(self._reply, environment, prompt, where), where)
-        beside = {spec.name: spec.call for spec in self.specs if spec.file and spec.name in self._of_episodes}
+        readers = {spec.name: spec.call for spec in self.specs if spec.file and spec.name in self._of_episodes}
         if environment.file == GIVEN:
             factory = given_factories(environment.function)[kind.name]
             connection: Any = GivenConnection(factory, environment.options)
         else:
             connection = self._episodes.begin(kind.name, seed)
-        return ObjectHost(connection, kind, beside, chosen=kind.name is not None)
+        return ObjectHost(connection, kind, readers, chosen=kind.name is not None)
 
     def check(self, columns: Collection[str]) -> None:
         """Import every function once.

@@ -88,8 +88,8 @@ class Sample(NamedTuple):
             yield Row(prompt, 0, len(self.tokens))
             return
         start = 0
-        for own, end in zip(self.episode.prompts, self.episode.row_ends, strict=True):
-            yield Row(own, start, end)
+        for before, end in zip(self.episode.prompts, self.episode.row_ends, strict=True):
+            yield Row(before, start, end)
             start = end
 
     @property

@@ -116,7 +116,7 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     shown = without_images(messages)
     if shown != messages and not host.sees:
         raise BadRequestError("this model sees no images: send text alone", parameter="messages")
-    is_large = len(messages) + (len(tools) if isinstance(tools, list) else 0) > _MANY
+    is_large = len(shown) + (len(tools) if isinstance(tools, list) else 0) > _MANY
     dump = partial(json.dumps, [shown, tools], ensure_ascii=False)
     text = await paced(dump) if is_large else dump()
     await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)

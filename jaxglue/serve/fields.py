@@ -15,9 +15,9 @@ from jaxglue.serve.refusals import BadRequestError
 from jaxglue.settings.spelling import nearest
 
 _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
-_LARGEST_WITH_IMAGES = 16 * 2**20
 _LARGE_BODY = 2**18
 """Bytes of a body that takes more than some milliseconds to parse."""
+_LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
 _MOST_ANSWERS, MOST_PROMPTS = 16, 128

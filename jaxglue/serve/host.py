@@ -34,11 +34,6 @@ class Host:
     """Seeds of requests that state none."""
 
     @property
-    def sees(self) -> bool:
-        """Return whether chats may have images."""
-        return self.text is not None and self.assistant.sight is not None
-
-    @property
     def assistant(self) -> Assistant:
         """Return the model that writes text."""
         assert self.text is not None
@@ -71,6 +66,11 @@ class Host:
     def kinds(self) -> frozenset[str]:
         """Return what the model is for."""
         return frozenset([*(["text"] if self.text else []), *(self.reader.readers if self.reader else ())])
+
+    @property
+    def sees(self) -> bool:
+        """Return whether chats may have images."""
+        return self.text is not None and self.assistant.sight is not None
 
     async def scores(self, prompts: Sequence[list[int]], voice: Voice, top: int) -> list[PromptScores]:
         """Return the log-probabilities of prompts' tokens, computed beside the answers; errors as of `PromptScorer`."""

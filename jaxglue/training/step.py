@@ -215,10 +215,6 @@ def train_step(
     return state, StepResult(state.step, reported, batch.tokens)
 
 
-def _image_sizes(batch: Batch) -> tuple[Any, ...]:
-    return tuple(leaf.shape for leaf in jax.tree.leaves(batch.images))
-
-
 def with_gradients(parts: StepParts, state: TrainState, batch: Step) -> Step:
     """Return a step whose parts have the loss's gradients, from a first pass over its rows."""
     objective, micro_batches = cast(Any, parts.run.objective), parts.place(batch)
@@ -238,6 +234,10 @@ def with_gradients(parts: StepParts, state: TrainState, batch: Step) -> Step:
     found = zip(micro_batches, reads, parts.first_pass(sizes, outputs, reads), strict=True)
     changed = (replace(each, reads=replace(own, values=own.values | values)) for each, own, values in found)
     return replace(batch, micro_batches=tuple(changed))
+
+
+def _image_sizes(batch: Batch) -> tuple[Any, ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch.images))
 
 
 def update(parts: StepParts, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:

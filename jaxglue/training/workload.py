@@ -168,7 +168,6 @@ def make_workload(
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
-    beside = draft_bytes(config, model, mesh) + tower_bytes(model, tokens, dtype)
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
@@ -184,7 +183,9 @@ def make_workload(
         tile=config.model.tile,
         objective=config.objective.make(),
         reference=kind.needs_reference and may_run_in_steps(config),
-        other_models=sum(map(tree_bytes, others)) + beside,
+        other_models=sum(map(tree_bytes, others))
+        + draft_bytes(config, model, mesh)
+        + tower_bytes(model, tokens, dtype),
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxglue.generation.engine import Completion
 from jaxglue.generation.sampling import answer_keys
+from jaxglue.rl.episodes import Episodes
 from jaxglue.rl.prompts import Prompt
 from tests.rl.forced import converse, environment_of
 
@@ -123,3 +125,27 @@ def test_the_environment_knows_when_nothing_more_can_be_said(make_tokenizer, tur
     said = ["a", "b"] if ended else ["a"]
     answer = make_conversation(make_tokenizer(), said, reply, turns=turns, ended=ended)
     assert known == ([False, True] if ended else [True]) and answer.episode.rewards["environment"] == 0.0
+
+
+def test_no_token_of_a_long_episode_is_encoded_again(make_tokenizer):
+    """Tokens that no encoding yields, over many turns."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    content = [{"role": "user", "content": "read"}]
+    environment = environment_of(tokenizer, lambda messages, last: "a page", turns=30, longest=70_000, row=80_000)
+    prompt = Prompt("rows:1", content, environment.template.prompt(content, None), {})
+    rng, written = np.random.default_rng(0), list[int]()
+    with Episodes(environment, [prompt], [0], 1, 0) as episodes:
+        (source,) = episodes.sources(1)
+        while not source.is_over:
+            for turn in source.ready():
+                tokens = np.array([*rng.integers(5, tokenizer.vocab_size, 2000), end], np.int32)
+                written += tokens.tolist()
+                log_probs = np.zeros(len(tokens), np.float32)
+                source.take(turn, Completion(0, 0, tokens, log_probs, log_probs, None, "stop"))
+            if not source.is_over:
+                source.wait()
+        ((sample,),) = episodes.samples()
+    assert len(sample.tokens) > 60_000 and sample.tokens[sample.counted].tolist() == written
+    assert tokenizer.encode(tokenizer.decode(written)) != written

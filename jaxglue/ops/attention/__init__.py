@@ -24,7 +24,7 @@ from jaxglue.ops.backend import (
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.row_split import SplitAttention, bounds, whole_rows
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments, both_ways, within_window
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments, as_kernels_read
 
 __all__ = [
     "ATTENTION",
@@ -76,7 +76,7 @@ class AttentionCall:
     """Bound of the scores (Gemma 2)."""
     split: bool = False
     """Queries have bounds other than their own place: they are some of a row's tokens (`PackedSegments.split`), or see
-    those after them."""
+    later keys (`PackedSegments.own_keys`, `PackedSegments.bidirectional`)."""
     sinks: bool = False
     """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
 
@@ -227,10 +227,7 @@ def packed_attention(
     """
     _check(q, k, v, segments, window, sinks)
     kernels = ATTENTION.load(_call(q, k, v, segments, window, softcap, sinks), backend=backend)
-    if segments.bidirectional:
-        segments, window = both_ways(segments, window), None
-    elif segments.own_keys is not None:
-        segments, window = within_window(segments, window)
+    segments, window = as_kernels_read(segments, window)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
 
@@ -251,11 +248,9 @@ def rotated_attention(
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_call(q, k, k, segments, window), backend=backend)
-    if segments.bidirectional:
-        segments, window = both_ways(segments, window), None
-    elif segments.own_keys is not None:
-        segments, window = within_window(segments, window)
-    elif kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
+    turns = not segments.bidirectional
+    segments, window = as_kernels_read(segments, window)
+    if turns and kernels is not None and hasattr(kernels, "rotated_backward") and H == _ROTATED_HEAD_DIM:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
     values = z if getattr(kernels, "reads_joined_values", False) else z[:, :, -rotation.heads[1] :]
@@ -303,7 +298,7 @@ def _call(
         window=window,
         forked=segments.gap_starts is not None,
         softcap=softcap,
-        split=segments.split is not None or segments.own_keys is not None or segments.bidirectional,
+        split=segments.split is not None or segments.bidirectional or segments.own_keys is not None,
         sinks=sinks is not None,
     )
 
