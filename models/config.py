@@ -235,6 +235,8 @@ class LayerKind(NamedTuple):
     """Linear layers in the model's dtype, where the others are quantized."""
     mixer: Mixer = ATTENTION
     """Part in which tokens see others."""
+    sees: bool = False
+    """Features of images are added to its output."""
 
     @property
     def head_dim(self) -> int:
@@ -335,6 +337,8 @@ class DecoderConfig:
     """Model type around it, such as one with a vision tower; see `jaxglue.models.wrapper`."""
     vision: TowerConfig | None = field(default=None, repr=False)
     """Tower of a model that sees images in this run; None for text alone."""
+    layer_sees: tuple[bool, ...] = field(default=(), repr=False)
+    """Whether features of images are added to each layer's output; empty for none."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models and classifiers do."""
     labels: int = field(default=1, repr=False)
@@ -510,7 +514,8 @@ class DecoderConfig:
         ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
         unquantized = self.layer_unquantized or ((),) * self.num_hidden_layers
         mixers = self.mixers or (ATTENTION,) * self.num_hidden_layers
-        kinds = zip(self.shapes, self.layer_windows, ropes, sparse, unquantized, mixers, strict=True)
+        sees = self.layer_sees or (False,) * self.num_hidden_layers
+        kinds = zip(self.shapes, self.layer_windows, ropes, sparse, unquantized, mixers, sees, strict=True)
         return tuple(LayerKind(*kind) for kind in kinds)
 
     @cached_property
@@ -557,6 +562,7 @@ class DecoderConfig:
             layer_ropes=some(self.layer_ropes),
             layer_unquantized=some(self.layer_unquantized),
             mixers=some(self.mixers),
+            layer_sees=some(self.layer_sees),
             family_shape=self.family_shape and self.family_shape.with_layers(indices),
         )
 

@@ -121,8 +121,8 @@ class PackedContext:
     """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
 
     def each(self, layer_inputs: Sequence[Array] | None, segments: "Sequence[PackedSegments]") -> "list[PackedContext]":
-        """Return the contexts of layers with these embeddings of their own, and these segments."""
-        inputs = [None] * len(segments) if layer_inputs is None else layer_inputs
+        """Return the contexts of layers with these segments; inputs of their own may be of the first ones alone."""
+        inputs = [*(layer_inputs or ()), *[None] * (len(segments) - len(layer_inputs or ()))]
         return [replace(self, layer_input=x, segments=part) for x, part in zip(inputs, segments, strict=True)]
 
     @property

@@ -59,8 +59,8 @@ class CausalLM(nnx.Module):
         if segments is None:
             segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
         context = packed_context(self.config, segments, images, backend=backend)
-        x = self.embed_tokens.see(self.embed_tokens(tokens, dtype), images, backend=backend)
-        inputs = self.embed_tokens.layer_inputs(tokens, x)
+        x, seen = self.embed_tokens.see(self.embed_tokens(tokens, dtype), images, backend=backend)
+        inputs = self.embed_tokens.layer_inputs(tokens, x) or seen
         contexts = context.each(inputs, self.config.layer_segments(segments, images))
         for layer, own in zip(self.layers, contexts, strict=True):
             x = layer(x, own)

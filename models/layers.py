@@ -267,6 +267,9 @@ class DecoderLayer(nnx.Module):
         setattr(self, self.mlp_name, _feed_forward(config, parts, kind, **options))
         self.parallel = parts.parallel
         self.norms, self.norm_style, self.factor = parts.norms, parts.norm, config.scales.residual
+        self.sees = kind.sees
+        if self.sees:  # at the places of images in the whole row
+            self.in_stages = False
         for name in filter(None, vars(parts.norms).values()):
             setattr(self, name, Norm(config.hidden_size, config.rms_norm_eps, style=parts.norm, dtype=dtype))
 
@@ -311,7 +314,7 @@ class DecoderLayer(nnx.Module):
 
     def _finish(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         """Return the layer's output from the sum with its feed-forward."""
-        return x
+        return x + context.layer_input if self.sees and context.layer_input is not None else x
 
     def norm_named(self, name: str | None) -> Norm | None:
         """Return the norm of this name; None for none."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,11 @@ class SiglipConfig(TowerConfig):
     )
     roots = ("vision_tower", "multi_modal_projector")
     projector = ("multi_modal_projector",)
-    spans = "all"
+
+    @property
+    def spans(self) -> Literal["none", "windows", "all"]:
+        """See `TowerConfig`."""
+        return "all"
 
     def make(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs) -> Vision:
         """See `TowerConfig`."""

@@ -108,6 +108,8 @@ class Vision(nnx.Module):
         self, blocks: Sequence[TowerBlock], x: Float[Array, "B P W"], angles: Angles | None, context: PackedContext
     ) -> Float[Array, "B P W"]:
         """Run blocks one after another, each again for its gradient; equal ones are compiled as one."""
+        if not blocks:
+            return x
         graphdefs, states = zip(*map(nnx.split, blocks), strict=True)
 
         def apply(x: Array, state: Any) -> tuple[Array, None]:

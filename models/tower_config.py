@@ -56,10 +56,13 @@ class TowerConfig:
     """Paths of the tower's and the projector's modules, beneath `model`."""
     projector: ClassVar[tuple[str, ...]] = ()
     """Paths of the projector's modules."""
-    spans: ClassVar[Literal["none", "windows", "all"]] = "none"
-    """Layers in which an image's tokens see later ones of it: none, those with a window, or all."""
     image_positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
+
+    @property
+    def spans(self) -> Literal["none", "windows", "all"]:
+        """Return the layers in which an image's tokens see later ones of it: those with a window, all, or none."""
+        return "none"
 
     @property
     def head_dim(self) -> int:
@@ -70,13 +73,23 @@ class TowerConfig:
         """Apply the activation of feed-forwards."""
         return jax.nn.gelu(x, approximate=True)
 
+    @property
+    def layers_seen(self) -> int:
+        """Return the text's first layers to whose outputs an image has features of their own."""
+        return 0
+
+    def feature_width(self, width: int) -> int:
+        """Return the width of features, of a text model of a width: those of embeddings, then those of layers."""
+        return width * (1 + self.layers_seen)
+
     def make(self, config: Any, *, dtype: Any, rngs: nnx.Rngs) -> Any:
         """Return the modules."""
         raise NotImplementedError
 
     def within(self, config: Any) -> Any:
         """Return the architecture of a text model with this tower."""
-        return replace(config, vision=self)
+        sees = tuple(index < self.layers_seen for index in range(config.num_hidden_layers))
+        return replace(config, vision=self, layer_sees=sees if self.layers_seen else ())
 
     def initial(self, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
         """Return a value of a new model's vector; None for matrices, which are drawn."""

@@ -74,15 +74,21 @@ class Embedding(nnx.Module):
         x = x if self.norm_eps is None else reference_norm(x, jnp.ones(x.shape[-1], dtype), self.norm_eps)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.shared_width))) if self.shared_width else x
 
-    def see(self, x: Float[Array, "B T W"], images: Images | None, *, backend: str = "auto") -> Float[Array, "B T W"]:
-        """Return tokens' embeddings with images' features in their places."""
+    def see(
+        self, x: Float[Array, "B T W"], images: Images | None, *, backend: str = "auto"
+    ) -> tuple[Float[Array, "B T W"], list[Float[Array, "B T D"]]]:
+        """Return tokens' embeddings with images' features in their places, and what the first layers' outputs get."""
         if images is None:
-            return x
+            return x, []
         features = images.features
         if features is None:
             assert self.vision is not None and images.patches is not None
             features = self.vision(images.patches, x.dtype, backend=backend)
-        return place_features(x, features, images)
+        D = self.weight.shape[1]
+        first, *others = (features[..., start : start + D] for start in range(0, features.shape[-1], D))
+        none = jnp.zeros((*x.shape[:2], D), x.dtype)
+        added = [place_features(none, part, images) for part in others]
+        return place_features(x, first, images), added
 
     def layer_inputs(
         self, tokens: Int[Array, "B T"] | None, x: Float[Array, "B T W"]

@@ -156,6 +156,8 @@ class ImageReader:
             tokens: of the rows.
             parts: of documents in each row, in order.
             largest: features of the row with most of them, over all processes.
+
+        The tokens of features become the processor's `stand_in`, in place, where it has one.
         """
         rules, numbers, used = self.rules, list[list[int]](), list[int]()
         positions = np.zeros((*tokens.shape, 3), np.int32)
@@ -173,6 +175,8 @@ class ImageReader:
         decoded = self._read(sorted({number for row in numbers for number in row}))
         is_image = tokens == rules.tokens[0]
         index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+        if rules.processor.stand_in is not None:
+            tokens[is_image] = rules.processor.stand_in
         rows = [[decoded[number] for number in row] for row in numbers]
         return RowImages(rows, index, positions if rules.positions else None, rules.processor, used, largest)
 

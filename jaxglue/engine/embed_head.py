@@ -231,8 +231,8 @@ class EmbedHead:
                 D = self.config.hidden_size
                 noisy = add_noise(x[..., :D], batch.segments, self._neftune_alpha, key)
                 x = jnp.concatenate([noisy, x[..., D:]], axis=-1) if x.shape[-1] > D else noisy
-            x = embed_tokens.see(x, batch.images, backend=self._attention)
-            layer_inputs = embed_tokens.layer_inputs(rows.own, x) or [None] * count
+            x, seen = embed_tokens.see(x, batch.images, backend=self._attention)
+            layer_inputs = embed_tokens.layer_inputs(rows.own, x) or [*seen, *[None] * (count - len(seen))]
             return x, rope, keys, self._scaled_router_losses(batch, scale), layer_inputs
 
         split, replicated = layout.batch_spec, PartitionSpec()
@@ -296,7 +296,7 @@ class EmbedHead:
             def embed(trainable):
                 embed_tokens = merge_module(self._graphdefs.embed_tokens, trainable, others)
                 x = embed_tokens(batch.tokens, self._dtype)
-                return embed_tokens.see(x, batch.images, backend=self._attention)
+                return embed_tokens.see(x, batch.images, backend=self._attention)[0]
 
             # The table's values do not matter, its dtype does: gradients of frequent tokens are long sums.
             table = gather(Layout(layout.mesh, jnp.float32), trainable, stored)

@@ -234,12 +234,12 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        vision = None if labels else tower_of(folder)
+        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
         options: dict[str, Any] = {"labels": labels, "vision": vision, "progress": DataProgress()}
         model = load_model(folder, dtype=dtype, quantize=config.storage, **options)
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
-        vision = None if labels else tower_of(folder)
+        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
         shape = shape if vision is None else vision.within(shape)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:

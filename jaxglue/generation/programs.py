@@ -391,8 +391,8 @@ class EnginePrograms:
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions, images: Images | None = None):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
-        x = embed_tokens.see(embed_tokens(tokens, self._dtype), images)
-        return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x)
+        x, seen = embed_tokens.see(embed_tokens(tokens, self._dtype), images)
+        return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x) or seen or None
 
     def _sample_next(
         self,

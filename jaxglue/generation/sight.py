@@ -66,6 +66,9 @@ class Sight:
         counts = [processor.tokens(grid) for grid in grids]
         if len(places) != sum(counts):
             raise ValueError("the prompt names tokens of images by itself: take them out of the text")
+        if processor.stand_in is not None:
+            for place in places.tolist():
+                tokens[place] = processor.stand_in
         firsts = np.cumsum([0, *counts[:-1]])
         return Prompt(
             tokens,

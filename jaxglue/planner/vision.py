@@ -48,7 +48,7 @@ class TowerCost:
 
     def feature_bytes(self, dtype) -> int:
         """Return the bytes of the image's features."""
-        return self.tokens * self.config.hidden_size * jnp.dtype(dtype).itemsize
+        return self.tokens * self.tower.feature_width(self.config.hidden_size) * jnp.dtype(dtype).itemsize
 
 
 def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
@@ -67,4 +67,5 @@ def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
     # A block: its input and norm, queries, keys and values, turned ones, the hidden layer in float32 and again.
     block = patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
     saved = patches * tower.width * size * tower.layers if in_steps else 0
-    return 2 * tokens * config.hidden_size * size + (3 if in_steps else 1) * block + saved
+    features = 2 * tower.feature_width(config.hidden_size) + tower.layers_seen * config.hidden_size
+    return tokens * features * size + (3 if in_steps else 1) * block + saved

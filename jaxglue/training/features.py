@@ -58,9 +58,10 @@ class ImageFeatures:
         waiting = {image.cache_key: image for row in rows.rows for image in row if image.cache_key not in self._kept}
         made = dict(self._compute(list(waiting.values()), rows))
         config = self._executor.config
+        assert config.vision is not None
         return rows.with_features(
             lambda image: made[image.cache_key] if image.cache_key in made else self._kept[image.cache_key],
-            config.hidden_size,
+            config.vision.feature_width(config.hidden_size),
             self._executor.layout.dtype,
         )
 

@@ -196,6 +196,8 @@ def _with_tower(
         if trains != "none":
             raise ValueError(f"--train-vision {trains}: the data have no images: leave it out")
         return model, base
+    if config.model.train_draft != "off":
+        raise ValueError(f"--train-draft {config.model.train_draft}: draft heads train on texts alone: leave it out")
     if model.vision is None:
         raw = read_config(base.folder)
         model = with_vision(model, raw, **normalization(base.folder, raw))

@@ -54,11 +54,11 @@ class Processor:
     """Token before an image's."""
     end: str = ""
     """Token behind them."""
+    stand_in: int | None = None
+    """Token whose own embeddings the layers of some models have at features; None for the features' token."""
 
     positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
-    spans: ClassVar[bool] = False
-    """An image's tokens see later ones of it."""
     channels_last: ClassVar[bool] = False
     """A patch's values are (y, x, channel), not (channel, y, x)."""
 
@@ -72,6 +72,11 @@ class Processor:
             max_tokens: a limit below the files'; None for the default.
         """
         raise NotImplementedError
+
+    @property
+    def spans(self) -> bool:
+        """Return whether an image's tokens see later ones of it."""
+        return False
 
     @property
     def mark(self) -> str:
@@ -232,7 +237,6 @@ class SquareProcessor(Processor):
 
     side: int
     """Patches of the square's side."""
-    spans = True
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -252,6 +256,11 @@ class SquareProcessor(Processor):
             max_tokens=tokens,
             side=side,
         )
+
+    @property
+    def spans(self) -> bool:
+        """See `Processor`."""
+        return True
 
     @property
     def mark(self) -> str:
@@ -317,5 +326,58 @@ class EdgeProcessor(Processor):
         return _BREAK.join([self.token * columns] * rows) + _END
 
 
+_BUDGETS = 70, 140, 280, 560, 1120
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetProcessor(Processor):
+    """Gemma 4's: as large, with about the image's ratio, as one of five numbers of tokens allows."""
+
+    bidirectional: bool
+    """An image's tokens see later ones of it."""
+    channels_last = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """See `Processor`; a limit chooses the largest number below, which may be above the files'."""
+        vision, text = raw["vision_config"], raw.get("text_config") or {}
+        budget = settings.get("max_soft_tokens") or 280
+        if max_tokens is not None:
+            budget = max((number for number in _BUDGETS if number <= max_tokens), default=None)
+        if budget not in _BUDGETS:
+            given = f"--image-max-tokens {max_tokens}" if max_tokens is not None else f"max_soft_tokens {budget!r:.60}"
+            raise ValueError(f"{given}: images of this model take {', '.join(map(str, _BUDGETS))} tokens at most")
+        patch, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
+        return cls(
+            patch=patch,
+            merge=merge,
+            resample=BICUBIC if settings.get("resample") is None else settings["resample"],
+            max_tokens=budget,
+            bidirectional=text.get("use_bidirectional_attention") == "vision",
+            stand_in=text.get("pad_token_id") or 0,
+        )
+
+    @property
+    def spans(self) -> bool:
+        """See `Processor`."""
+        return self.bidirectional
+
+    def grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        unit = self.patch * self.merge
+        factor = math.sqrt(self.max_tokens * unit**2 / (height * width))
+        rows, columns = (math.floor(factor * side / unit) for side in (height, width))
+        if rows == 0:
+            rows, columns = 1, min(width // height, self.max_tokens)
+        elif columns == 0:
+            rows, columns = min(height // width, self.max_tokens), 1
+        return Grid(rows * self.merge, columns * self.merge)
+
+    def text(self, grid: Grid) -> str:
+        """See `Processor`."""
+        return f"{self.begin}{self.token * self.tokens(grid)}{self.end}"
+
+
+PROCESSORS.add("gemma4", BudgetProcessor)
 PROCESSORS.add("gemma3", SquareProcessor)
 PROCESSORS.add("mistral3", EdgeProcessor)

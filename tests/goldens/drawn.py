@@ -8,6 +8,8 @@ import numpy as np
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw the named parameter in float32: non-uniform attention, and non-trivial norms and biases."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    if name.endswith(("put_min", "put_max")):  # bounds that cut some values
+        return np.array((-1 if name.endswith("_min") else 1) * (1 + 0.2 * np.abs(noise)), np.float32)
     return 1 + 0.2 * noise if name.endswith(("norm.weight", "layer_scalar")) else 0.3 * noise
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from drawn import drawn, pixels
+from make_families import GEMMA4_ROPES
+from make_families import our_name as text_name
 from make_models import SHAPE, probed
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -35,6 +37,12 @@ TEXT = {
 QWEN_TOWER = {
     **{"depth": 3, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4},
     **{"spatial_merge_size": 2, "out_hidden_size": 16, "num_position_embeddings": 25},
+}
+QWEN_VL = {
+    **SHAPE | {"num_hidden_layers": 3, "vocab_size": 24, "max_position_embeddings": 128},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    },
 }
 QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
 EXPERTS = {
@@ -58,7 +66,31 @@ PIXTRAL = {
     **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
     **{"patch_size": 4, "head_dim": 8, "image_size": 64, "model_type": "pixtral"},
 }
+GEMMA4 = {
+    **SHAPE
+    | {"vocab_size": 24, "max_position_embeddings": 128, "global_head_dim": 16, "rope_parameters": GEMMA4_ROPES},
+    **{"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+OWN = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 24},
+}
+WIDE = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+GEMMA4_TOWER = {
+    **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+    **{"intermediate_size": 24, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32},
+}
+GEMMA4_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END, "audio_config": None}
+GEMMA4_TOKENS |= {"video_token_id": BREAK, "audio_token_id": None}
 MODELS = {
+    "gemma4": {
+        **{"text_config": GEMMA4 | OWN, "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True}},
+        **GEMMA4_TOKENS,
+    },
+    "gemma4_wide": {
+        **{"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_TOWER | {"standardize": True}},
+        **GEMMA4_TOKENS,
+    },
     "gemma3": {
         **{"text_config": GEMMA, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
         **{"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END},
@@ -66,6 +98,10 @@ MODELS = {
     "mistral3": {
         **{"text_config": MISTRAL, "vision_config": PIXTRAL, "image_token_index": IMAGE, "spatial_merge_size": 2},
         "multimodal_projector_bias": True,
+    },
+    "qwen3_vl": {
+        **{"text_config": QWEN_VL, "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}},
+        **QWEN_TOKENS,
     },
     "qwen3_5": {"text_config": TEXT, "vision_config": QWEN_TOWER, **QWEN_TOKENS},
     "qwen3_5_moe": {"text_config": TEXT | EXPERTS, "vision_config": QWEN_TOWER, **QWEN_TOKENS},
@@ -75,7 +111,16 @@ DOCUMENTS = {
     "gemma3": ([7], [5, (4, 4), 6], [(4, 4), 1, (4, 4), (4, 4), 3], [2, (4, 4), 1]),
 }
 """Texts, by their tokens, and images, by their patches."""
-ALIKE = {"qwen3_5_moe": "qwen3_5", "mistral3": "qwen3_5"}
+ALIKE = {
+    **{"gemma4": "qwen3_5", "gemma4_wide": "qwen3_5"},
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3_5",
+    "mistral3": "qwen3_5",
+}
+
+
+STORED = "put_min", "put_max", "std_bias", "std_scale", "layer_scalar"
+"""Buffers that are drawn."""
 
 
 def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -125,49 +170,70 @@ def qwen_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
     }
 
 
+def gemma4_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
+    """Return values and places of patches, padded to the most."""
+    most = max(len(image) for image in images)
+    values = np.zeros((len(images), most, images[0].shape[1]), np.float32)
+    places = np.full((len(images), most, 2), -1)
+    for target, place, image, (rows, columns) in zip(values, places, images, grids, strict=True):
+        target[: len(image)] = image / 255
+        indices = np.indices((rows, columns)).reshape(2, rows // 2, 2, columns // 2, 2)
+        row, column = indices.transpose(0, 1, 3, 2, 4).reshape(2, -1)  # in the order of merged ones
+        place[: len(image)] = np.stack([column, row], -1)
+    return {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
+
+
 def our_name(name: str) -> str:
     """Return a parameter's name here."""
-    return name.replace("model.language_model.", "model.")
+    return text_name(name.replace("model.language_model.", "model."))
 
 
 def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Return a config and its model with drawn weights."""
-    config = AutoConfig.for_model(name, **MODELS[name])
+    config = AutoConfig.for_model(name.removesuffix("_wide"), **MODELS[name])
     for part in (config, config.text_config, config.vision_config):
         part._attn_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
+        for parameter_name, parameter in [*model.named_parameters(), *stored]:
             parameter.copy_(torch.from_numpy(drawn(our_name(parameter_name), tuple(parameter.shape))))
     return config, model
 
 
-def make(name: str) -> None:
-    """Write one family's golden."""
-    config, model = build(name)
+def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss of the documents' next tokens, and logits, with images numbered from one."""
     patch = config.vision_config.patch_size
-    logits, total, targets, count = [], 0.0, 0, 0
-    made = documents(name)
-    for tokens, grids in made:
+    logits, total, targets, count = [], 0.0, 0, first_image
+    for tokens, grids in documents(name):
         ids = torch.tensor([tokens])
         images = [pixels(count + i, grid, patch) for i, grid in enumerate(grids)]
         count += len(grids)
         inputs = {}
         if grids and name.startswith("qwen"):
             inputs = qwen_inputs(images, grids)
+        elif grids and name.startswith("gemma4"):
+            inputs = gemma4_inputs(images, grids)
         elif grids:
             inputs = square_inputs(images, grids, patch)
         types = (ids == IMAGE).int()
         if name == "gemma3":
             inputs |= {"token_type_ids": types}
             inputs.pop("image_sizes", None)
-        elif name.startswith("qwen"):
+        elif name.startswith(("qwen", "gemma4")):
             inputs |= {"mm_token_type_ids": types}
         scores = model(input_ids=ids, use_cache=False, **inputs).logits[0]
         logits.append(scores)
         total = total + torch.nn.functional.cross_entropy(scores[:-1], ids[0, 1:], reduction="sum")
         targets += len(tokens) - 1
-    loss = total / targets
+    return total / targets, torch.cat(logits)
+
+
+def make(name: str) -> None:
+    """Write one family's golden."""
+    config, model = build(name)
+    loss, logits = loss_of(name, config, model)
+    made = documents(name)
     loss.backward()
     tensors = {f"grad.{our_name(n)}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors |= {
@@ -175,12 +241,12 @@ def make(name: str) -> None:
         "lengths": torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int32),
         "owners": torch.tensor([d for d, (_, grids) in enumerate(made) for _ in grids], dtype=torch.int32),
         "grids": torch.tensor([grid for _, grids in made for grid in grids], dtype=torch.int32),
-        **{"logits": torch.cat(logits).detach(), "loss": loss.detach()},
+        **{"logits": logits.detach(), "loss": loss.detach()},
     }
     HERE.mkdir(exist_ok=True)
     saved = json.dumps(config.to_dict() | {"architectures": [type(model).__name__]})
     save_file(probed(tensors), HERE / f"{name}.safetensors", metadata={"config": saved})
-    print(name, float(loss), len(tensors))
+    print(name, loss.item(), len(tensors))
 
 
 if __name__ == "__main__":

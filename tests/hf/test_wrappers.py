@@ -134,8 +134,8 @@ def test_adapters_of_other_parts_are_left_out_where_they_learned_nothing(make_fo
     assert len(load_adapter(folder).tensors) == len(tensors)
     others[f"{start}B.weight"][0] = 1
     save_file(tensors | others, folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"vision_tower\S+ is of a part beside the text model"):
-        load_adapter(folder)
+    loaded = load_adapter(folder)
+    assert len(loaded.tensors) == len(tensors) + 2 and all("vision_tower" in name for name in loaded.beside_text)
 
 
 def test_adapters_of_earlier_transformers_are_read(make_folder, tmp_path):

@@ -41,7 +41,7 @@ def set_type(model_folder):
 
     def change(model_type):
         path = model_folder / "config.json"
-        sizes = {"model_type": model_type, "hidden_size": 64}  # which NF4's blocks divide
+        sizes = {"model_type": model_type, "hidden_size": 64, "head_dim": 32}  # which NF4's blocks divide
         path.write_text(json.dumps(json.loads(path.read_text()) | sizes | TYPES[model_type]))
 
     return change

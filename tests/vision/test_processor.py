@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from jaxglue.vision.images import ImageSource, image_size, image_source, read_image
@@ -159,3 +160,25 @@ def test_records_tell_a_changed_file(tmp_path, processor):
     assert records.changed() == str(path)
     with pytest.raises(ValueError, match="changed while it was in use"):
         records.read(0)
+
+
+@pytest.mark.parametrize(("size", "budget"), [((300, 500), 280), ((8, 8), 70), ((1999, 40), 280), ((1500, 1200), 1120)])
+def test_gemma4s_patches_are_those_of_transformers(tmp_path, size, budget):
+    raw = {"model_type": "gemma4", "vision_config": {"patch_size": 16, "pooling_kernel_size": 3}}
+    processor, image = read_processor(tmp_path, raw, budget), picture(*size)
+    made = Gemma4ImageProcessorPil(max_soft_tokens=budget)(images=[image], return_tensors="np")
+    grid = processor.grid(*size[::-1])
+    assert processor.tokens(grid) == made["num_soft_tokens_per_image"][0] <= budget
+    patches = processor.patches(stored(image), grid).astype(np.float32) / 255
+    places = processor.places(grid)
+    expected = made["pixel_values"][0][: processor.tokens(grid) * 9].reshape(-1, 16, 16, 3)
+    columns = made["image_position_ids"][0][:, 0].max() + 1
+    order = places[:, 0] * columns + places[:, 1]
+    np.testing.assert_allclose(patches, expected[order].reshape(patches.shape), rtol=0, atol=1e-6)
+
+
+def test_gemma4s_limits_are_its_budgets(tmp_path):
+    raw = {"model_type": "gemma4", "vision_config": {}}
+    assert [read_processor(tmp_path, raw, limit).max_tokens for limit in (None, 279, 2048)] == [280, 140, 1120]
+    with pytest.raises(ValueError, match=r"--image-max-tokens 69: .* 70, 140"):
+        read_processor(tmp_path, raw, 69)
