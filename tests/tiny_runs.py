@@ -98,7 +98,9 @@ class TinyRuns:
         common += f" --cache-dir {self.tokens} --compilation-cache {self.compiled}"
         words = f"{common} {KINDS[kind].flags}".replace("{work}", str(self.work)).split()
         is_resumed = (output / ".jaxglue-run").exists() and "--overwrite" not in flags
-        return [*words, *(() if "full" in words else ("--rank", "4")), *flags, *(["--resume"] if is_resumed else [])]
+        if "full" not in words and "--adapter" not in flags:
+            words += ["--rank", "4"]
+        return [*words, *flags, *(["--resume"] if is_resumed else [])]
 
     def train(
         self,
