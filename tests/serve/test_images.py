@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
+from selection import thorough
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -19,7 +20,7 @@ from jaxglue.serve.server import make_app
 from jaxglue.serve.service import Service
 from jaxglue.settings.recipe import SHIPPED
 
-pytestmark = pytest.mark.slow
+pytestmark = thorough("serve/test_messages.py")
 
 
 def png(color, size=(64, 64)):

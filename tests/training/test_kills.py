@@ -6,6 +6,7 @@ import flip_campaign
 import kill_campaign
 import pytest
 from forked import Forked
+from selection import thorough
 
 _OTHERS = sorted(kill_campaign.CAMPAIGNS.keys() - {"sft"})
 
@@ -25,13 +26,13 @@ def test_killed_runs_end_like_a_whole_one(tmp_path, pytestconfig):
     assert told == f"{kills} kills, all equal"
 
 
-@pytest.mark.slow
+@thorough("training/test_kills.py")
 @pytest.mark.parametrize("kind", _OTHERS)
 def test_killed_processes_of_all_kinds_end_like_whole_ones(kind, tmp_path):
     assert run_campaign(kill_campaign.main, tmp_path, "--kinds", kind, "--kills", 2) == "2 kills, all equal"
 
 
-@pytest.mark.slow
+@thorough("training/test_kills.py")
 @pytest.mark.parametrize("subject", flip_campaign.SUBJECTS)
 def test_flipped_bits_of_what_is_read_again_change_nothing_silently(subject, tmp_path):
     told = run_campaign(flip_campaign.main, tmp_path, "--subjects", subject, "--flips", 2)

@@ -114,7 +114,7 @@ def test_a_stale_reference_is_computed_anew(make_run, tmp_path):
 
 def test_copies_of_the_prompt_have_the_same_reference(make_run, monkeypatch):
     _, shared = reference(*make_run())
-    monkeypatch.setattr("jaxglue.training.setup.why_prompts_are_copied", lambda *_: "no kernel of forked segments")
+    monkeypatch.setattr("jaxglue.training.row_source.why_prompts_are_copied", lambda *_: "no kernel of forked segments")
     run, *model = make_run()
     _, copied = reference(run, *model)
     assert not run.batches.dataset.task.shared_prompt

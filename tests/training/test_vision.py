@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from selection import thorough
 
 from jaxglue.hf.merge import export_adapter
 from jaxglue.settings.recipe import from_settings
@@ -50,7 +51,7 @@ def run(folder, output, **settings):
     return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl")]
 
 
-@pytest.mark.slow
+@thorough("training/test_vision_steps.py")
 def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folder, tmp_path):
     _, kept = run(folder, tmp_path / "kept")
     _, in_steps = run(folder, tmp_path / "steps", image_features="off")
@@ -76,7 +77,7 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
             np.testing.assert_array_equal(base[name], merged[name])
 
 
-@pytest.mark.slow
+@thorough("training/test_vision_steps.py")
 @pytest.mark.parametrize("trains", ["all", "projector"])
 def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
     run(folder, tmp_path / "first", method="full", steps=1, epochs=1)
@@ -96,7 +97,7 @@ def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
     assert parts == ({"blocks", "merger"} if trains == "all" else {"merger"})
 
 
-@pytest.mark.slow
+@thorough("training/test_vision_steps.py")
 def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
     lines = (folder / "rows.jsonl").read_text().splitlines()[:6]
     pairs = []
@@ -116,7 +117,7 @@ def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
         np.testing.assert_allclose(other, runs[0], rtol=1e-4)
 
 
-@pytest.mark.slow
+@thorough("training/test_vision_steps.py")
 def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
     with pytest.raises(ValueError, match="--train-vision all: the data have no images"):
