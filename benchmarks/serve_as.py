@@ -1,4 +1,4 @@
-"""What of an adapter's gain is left once it is merged into four bits, trained for that (--serve-as) or not.
+"""Measure what is left of an adapter's gain after its merge into four bits, trained for that (--serve-as) or not.
 
     python benchmarks/serve_as.py --json benchmarks/results/serve_as.json
 

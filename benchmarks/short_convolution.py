@@ -19,7 +19,7 @@ from jaxglue.ops.short_convolution import short_convolution
 CASES = {"lfm2": 3, "lfm3": 7}
 """Tokens of a convolution."""
 ROWS = {"forward": 4, "backward": 7}
-"""Of C values a token, read and written."""
+"""Arrays [tokens, C] that a pass reads and writes."""
 
 
 def measure(taps: int, backend: str, segments: PackedSegments, channels: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import triton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from timing import milliseconds
 from triton.runtime import Autotuner, OutOfResources
 from triton.runtime.errors import PTXASError
 
@@ -97,22 +98,6 @@ def keep_compiled(compiled: dict[str, set[int]]) -> str:
             kept += len(indices)
         tuner.configs = [config for index, config in enumerate(tuner.configs) if index in indices]
     return f"{kept} of {total} configurations of {len(compiled)} kernels"
-
-
-def milliseconds(function, calls: int = 5, repeats: int = 5) -> float:
-    """Return the least mean time of a call."""
-    function()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return min(times)
 
 
 def passes(tokens: int, lengths: list[int]) -> tuple:

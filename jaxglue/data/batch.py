@@ -113,7 +113,7 @@ class Reads:
     parts: Int32[Array, "B A"]
     """Its number in the unit; −1 for unused slots."""
     values: dict[str, Array] = field(default_factory=dict)
-    """What an objective reads of the parts, [B, A, …], and of rows, [B, …]."""
+    """Arrays that an objective reads, by name: of parts [B, A, …], of rows [B, …]."""
 
     @property
     def used(self) -> Float[Array, "B A"]:

@@ -28,11 +28,11 @@ _DECODERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """What a model that sees makes of the images of a source's rows."""
+    """Rules by which images of a source's rows are read and become tokens."""
 
     processor: Processor
     folder: Path | None
-    """Of relative paths; None where no files are named."""
+    """Folder of relative paths; None where no files are named."""
     tokens: tuple[int, ...]
     """The token of features, then further ones of images."""
     positions: bool

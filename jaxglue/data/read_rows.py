@@ -38,7 +38,7 @@ class PartText:
 
 
 class UnitText(NamedTuple):
-    """What a row has: a beginning that its parts share, which may be empty, and these."""
+    """Content of a row: a beginning that its parts share, which may be empty, and these."""
 
     prefix: list[str | bytes]
     parts: list[PartText]

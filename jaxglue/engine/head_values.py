@@ -22,7 +22,7 @@ _ENTROPY_TOKENS = 2048
 
 
 class LogitShape(TypedDict):
-    """What becomes of products of the output projection before they are logits."""
+    """Scaling and capping that turn products of the output projection into logits."""
 
     softcap: float | None
     temperature: float

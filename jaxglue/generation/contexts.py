@@ -67,9 +67,9 @@ class Cursor:
     layer_input: Float[Array, "1 S P"] | None = None
     """The layer's own embeddings of the tokens, where a model has such."""
     begins: Int[Array, " S"] | None = None
-    """Of several tokens of each slot: places of the states that precede the first ones."""
+    """Places of the states before each slot's first token, where a step has several of a slot."""
     states: int = field(default=0, metadata={"static": True})
-    """Of several tokens: a state's place is its slot, and so many further for each token before the last."""
+    """Distance between the places of states of a slot's consecutive tokens, where a step has several."""
 
 
 class _Inference:

@@ -106,7 +106,7 @@ Until = Callable[[int, int, list[int]], bool]
 
 @dataclass
 class DraftCounts:
-    """How many tokens were drafted, and how many of these accepted."""
+    """Numbers of drafted tokens, and of those that were accepted."""
 
     made: int = 0
     accepted: int = 0

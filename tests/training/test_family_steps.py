@@ -38,11 +38,8 @@ def batch_of(tokens, lengths):
     return Batch(tokens=row, targets=targets, loss_weights=predicted.astype(np.float32), segments=segments)
 
 
-@pytest.mark.parametrize("name", repeats(NAMES, *(set(NAMES) - set(KEPT))))
-def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
-    golden, (raw, _) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)
-    model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
-    add_lora(model, LoraConfig(rank=2, alpha=8, targets=("all-linear",)), rngs=nnx.Rngs(0))
+def drawn_adapters(model, golden):
+    """Return graphdefs, adapters as in the golden's beginning, frozen parameters, and the adapters by name."""
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     names = iter(flatten_names(trainable))
     first = [
@@ -52,6 +49,15 @@ def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
     trainable = jax.tree.unflatten(jax.tree.structure(trainable), [jnp.asarray(leaf) for leaf in first])
     before = flatten_names(jax.tree.map(np.array, trainable))
     assert before.keys() == {key.removeprefix("norm.") for key in golden if key.startswith("norm.")}
+    return graphdefs, trainable, frozen, before
+
+
+@pytest.mark.parametrize("name", repeats(NAMES, *(set(NAMES) - set(KEPT))))
+def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
+    golden, (raw, _) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)
+    model = load_model(write_folder(tmp_path, raw), dtype=jnp.float32)
+    add_lora(model, LoraConfig(rank=2, alpha=8, targets=("all-linear",)), rngs=nnx.Rngs(0))
+    graphdefs, trainable, frozen, before = drawn_adapters(model, golden)
     policies = parse_policies("dots", len(graphdefs.layers))
     executor = Executor(graphdefs, model.config, policy=policies, dtype=jnp.float32)
     rate = float(golden.get("rate", 1e-2))

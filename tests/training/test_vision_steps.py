@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +14,12 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policies
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.models.parameters import flatten_names
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from tests.goldens.drawn import drawn, probes, unpacked
+from tests.goldens.drawn import probes, unpacked
 from tests.models.test_vision import documents_of, drawn_model, packed, read_golden
+from tests.training.test_family_steps import drawn_adapters
 
 GOLDENS = Path(__file__).parents[1] / "goldens/vision_steps"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
@@ -31,15 +31,7 @@ def test_adapters_move_in_ten_steps_as_pefts(name):
     golden, (raw, first) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)
     model = drawn_model(raw, trains="none" if name in FROZEN else "all")
     add_lora(model, LoraConfig(rank=2, alpha=8, targets=("all-linear",)), rngs=nnx.Rngs(0))
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    names = iter(flatten_names(trainable))
-    start = [
-        drawn(path, leaf.shape) * ("lora_A" in path)
-        for path, leaf in zip(names, jax.tree.leaves(trainable), strict=True)
-    ]
-    trainable = jax.tree.unflatten(jax.tree.structure(trainable), [jnp.asarray(leaf) for leaf in start])
-    before = flatten_names(jax.tree.map(np.array, trainable))
-    assert before.keys() == {key.removeprefix("norm.") for key in golden if key.startswith("norm.")}
+    graphdefs, trainable, frozen, before = drawn_adapters(model, golden)
     policies = parse_policies("dots", len(graphdefs.layers))
     executor = Executor(graphdefs, model.config, policy=policies, dtype=jnp.float32)
     settings = OptimizerConfig(learning_rate=1e-2, clip_norm=0, weight_decay=0, warmup_ratio=0, schedule="constant")

@@ -67,19 +67,20 @@ class DeltaKernelSpec:
 
 
 @triton.jit
-def _rows(array, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
+def load_tokens(array, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
     """Load some columns of tokens of a row's array [T, WIDTH]; zeros past the row."""
     return tl.load(array + tokens[:, None] * WIDTH + columns[None, :], mask=(tokens < T)[:, None], other=0.0)
 
 
 @triton.jit
-def _store_rows(array, values, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
+def store_tokens(array, values, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
+    """Write some columns of tokens of a row's array [T, WIDTH]; nothing past the row."""
     at = array + tokens[:, None] * WIDTH + columns[None, :]
     tl.store(at, values.to(array.dtype.element_ty), mask=(tokens < T)[:, None])
 
 
 @triton.jit
-def _factor(factors, row: tl.constexpr, tokens, T: tl.constexpr):
+def load_factor(factors, row: tl.constexpr, tokens, T: tl.constexpr):
     """Load one factor of each token of a head; 0 past the row."""
     return tl.load(factors + row * T + tokens, mask=tokens < T, other=0.0)
 
@@ -145,8 +146,8 @@ def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.con
     decay = tl.load(g + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
     step = tl.load(beta + (row * T + tokens) * N + n, mask=inside, other=0.0).to(tl.float32)
     rows = qkv + row * T * spec.width + (n // spec.G) * spec.H
-    k = _rows(rows + spec.K * spec.H, tokens, columns, spec.width, T)
-    q = _rows(rows, tokens, columns, spec.width, T)
+    k = load_tokens(rows + spec.K * spec.H, tokens, columns, spec.width, T)
+    q = load_tokens(rows, tokens, columns, spec.width, T)
     step = tl.where(real, tl.maximum(step, LEAST_STEP), 0.0)
     totals = tl.cumsum(decay, 0)
     between = _decays(totals, start, real, order)
@@ -223,11 +224,11 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
         state = tl.full((spec.H, spec.columns), 0.0, tl.float32)
         for index in tl.range(chunk, last + 1, num_stages=spec.stages):
             tokens = index * C + order
-            k = _rows(k_rows, tokens, keys, spec.width, T)
-            v = _rows(v_rows, tokens, values, spec.width, T)
+            k = load_tokens(k_rows, tokens, keys, spec.width, T)
+            v = load_tokens(v_rows, tokens, values, spec.width, T)
             inverse = _square(inverses, tokens, order, spec)
-            read, step = _factor(factors, READ_KEY, tokens, T), _factor(factors, STEP, tokens, T)
-            write, end = _factor(factors, WRITE_KEY, tokens, T), index * C + C - 1
+            read, step = load_factor(factors, READ_KEY, tokens, T), load_factor(factors, STEP, tokens, T)
+            write, end = load_factor(factors, WRITE_KEY, tokens, T), index * C + C - 1
             carried = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             seen = tl.dot(k, state.to(dtype), input_precision=spec.precision)
             wanted = step[:, None] * (v.to(tl.float32) - read[:, None] * seen)
@@ -263,13 +264,13 @@ def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.c
     at = row * N + n
     before, _ = _bounds(starts, row, chunk, spec)
     state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec).to(qkv.dtype.element_ty)
-    q = _rows(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
+    q = load_tokens(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
     P = _square(scores + at * T * C, tokens, order, spec)
-    update = _rows(updates + row * T * N * spec.V + n * spec.V, tokens, values, N * spec.V, T)
-    read = _factor(factors + at * FACTORS * T, READ_QUERY, tokens, T)
+    update = load_tokens(updates + row * T * N * spec.V + n * spec.V, tokens, values, N * spec.V, T)
+    read = load_factor(factors + at * FACTORS * T, READ_QUERY, tokens, T)
     total = read[:, None] * tl.dot(q, state, input_precision=spec.precision)
     total = tl.dot(P, update, total, input_precision=spec.precision)
-    _store_rows(out + row * T * N * spec.V + n * spec.V, total, tokens, values, N * spec.V, T)
+    store_tokens(out + row * T * N * spec.V + n * spec.V, total, tokens, values, N * spec.V, T)
 
 
 @triton.jit
@@ -307,14 +308,17 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dq
         for back in tl.range(0, chunk - first + 1, num_stages=spec.stages):
             index = chunk - back
             tokens = index * C + order
-            k = _rows(k_rows, tokens, keys, spec.width, T)
-            douts = _rows(dout, tokens, values, N * spec.V, T)
+            k = load_tokens(k_rows, tokens, keys, spec.width, T)
+            douts = load_tokens(dout, tokens, values, N * spec.V, T)
             inverse = _square(inverses, tokens, order, spec)
             P = _square(scores, tokens, order, spec)
-            q = _rows(q_rows, tokens, keys, spec.width, T)
+            q = load_tokens(q_rows, tokens, keys, spec.width, T)
             # All that a turn loads is under way before it waits for the first matmul.
-            write, step = _factor(factors, WRITE_KEY, tokens, T), _factor(factors, STEP, tokens, T)
-            read_query, read_key = _factor(factors, READ_QUERY, tokens, T), _factor(factors, READ_KEY, tokens, T)
+            write, step = load_factor(factors, WRITE_KEY, tokens, T), load_factor(factors, STEP, tokens, T)
+            read_query, read_key = (
+                load_factor(factors, READ_QUERY, tokens, T),
+                load_factor(factors, READ_KEY, tokens, T),
+            )
             end = index * C + C - 1
             carried = tl.load(factors + KEPT * T + end, mask=end < T, other=0.0)
             dupdate = write[:, None] * tl.dot(k, dstate.to(dtype), input_precision=spec.precision)
@@ -361,7 +365,7 @@ def gradient_kernel(
     updates += row * T * N * spec.V
     dout += row * T * N * spec.V
     q_columns, k_columns = head * spec.H + keys, (spec.K + head) * spec.H + keys
-    q, k = _rows(qkv, tokens, q_columns, spec.width, T), _rows(qkv, tokens, k_columns, spec.width, T)
+    q, k = load_tokens(qkv, tokens, q_columns, spec.width, T), load_tokens(qkv, tokens, k_columns, spec.width, T)
     start = tl.load(starts + row * T + tokens, mask=inside, other=T)
     real = start < T
     dtype = k.dtype
@@ -369,10 +373,13 @@ def gradient_kernel(
         n = head * spec.G + member
         of_head = factors + (row * N + n) * FACTORS * T
         # A load that waits behind a barrier takes as long as several matmuls: factors are loaded at once.
-        step, totals = _factor(of_head, STEP, tokens, T), _factor(of_head, DECAY, tokens, T)
-        read_key, write_key = _factor(of_head, READ_KEY, tokens, T), _factor(of_head, WRITE_KEY, tokens, T)
-        read_query = _factor(of_head, READ_QUERY, tokens, T)
-        key_scale, query_scale = _factor(of_head, KEY_SCALE, tokens, T), _factor(of_head, QUERY_SCALE, tokens, T)
+        step, totals = load_factor(of_head, STEP, tokens, T), load_factor(of_head, DECAY, tokens, T)
+        read_key, write_key = load_factor(of_head, READ_KEY, tokens, T), load_factor(of_head, WRITE_KEY, tokens, T)
+        read_query = load_factor(of_head, READ_QUERY, tokens, T)
+        key_scale, query_scale = (
+            load_factor(of_head, KEY_SCALE, tokens, T),
+            load_factor(of_head, QUERY_SCALE, tokens, T),
+        )
         carried = tl.load(of_head + KEPT * T + after - 1, mask=after <= T, other=0.0)
         # Gradients to queries and keys before the part along them is taken away.
         dq, dk = tl.full((C, spec.H), 0.0, tl.float32), tl.full((C, spec.H), 0.0, tl.float32)
@@ -382,9 +389,9 @@ def gradient_kernel(
             values = column + tl.arange(0, spec.columns)
             dstate = _state(dstates, behind < after, n, row, chunk, keys, values, spec)
             state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
-            update = _rows(updates, tokens, n * spec.V + values, N * spec.V, T)
-            douts = _rows(dout, tokens, n * spec.V + values, N * spec.V, T)
-            dvalue = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
+            update = load_tokens(updates, tokens, n * spec.V + values, N * spec.V, T)
+            douts = load_tokens(dout, tokens, n * spec.V + values, N * spec.V, T)
+            dvalue = load_tokens(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
             written = (write_key[:, None] * update.to(tl.float32)).to(dtype)
             dk = tl.dot(written, tl.trans(dstate), dk, input_precision=spec.precision)
             dstep += tl.sum(dvalue.to(tl.float32) * update.to(tl.float32), 1)
@@ -394,7 +401,7 @@ def gradient_kernel(
             dq = tl.dot(answered, tl.trans(state), dq, input_precision=spec.precision)
             at_end += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         # The decay to the chunk's end is in all that the chunk writes, and in what it keeps.
-        k32 = _rows(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
+        k32 = load_tokens(qkv, tokens, k_columns, spec.width, T).to(tl.float32)
         at_end = carried * at_end + tl.sum(tl.sum(k32 * dk, 1), 0)
         between = _decays(totals, start, real, order) * key_scale[None, :]
         below = order[:, None] > order[None, :]
@@ -406,7 +413,7 @@ def gradient_kernel(
         for column in range(0, spec.V, spec.columns):
             values = column + tl.arange(0, spec.columns)
             state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec)
-            dvalue = _rows(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
+            dvalue = load_tokens(dqkv, tokens, 2 * spec.K * spec.H + n * spec.V + values, spec.width, T)
             dvalue = (-read_key[:, None] * dvalue.to(tl.float32)).to(dtype)
             dk = tl.dot(dvalue, tl.trans(state), dk, input_precision=spec.precision)
         dk = tl.dot(dA, k, dk, input_precision=spec.precision)
@@ -414,7 +421,7 @@ def gradient_kernel(
         # The sums over the value heads are this program's own, kept in memory to spare registers. What is along a query
         # or key is taken away, as their norms do.
         added = inside & (member > 0)
-        q32 = _rows(qkv, tokens, q_columns, spec.width, T).to(tl.float32)
+        q32 = load_tokens(qkv, tokens, q_columns, spec.width, T).to(tl.float32)
         along_query = tl.sum(q32 * dq, 1)
         dq -= q32 * (query_scale * query_scale * spec.H * along_query)[:, None]
         dq += _sum_so_far(dqkv, tokens, q_columns, added, spec)
@@ -422,8 +429,8 @@ def gradient_kernel(
         dk -= k32 * (key_scale * key_scale * along_key)[:, None]
         dk += _sum_so_far(dqkv, tokens, k_columns, added, spec)
         tl.debug_barrier()  # other threads have read the sums that these overwrite
-        _store_rows(dqkv, dq, tokens, q_columns, spec.width, T)
-        _store_rows(dqkv, dk, tokens, k_columns, spec.width, T)
+        store_tokens(dqkv, dq, tokens, q_columns, spec.width, T)
+        store_tokens(dqkv, dk, tokens, k_columns, spec.width, T)
         # A decay's logarithm is in the sums of all tokens from it on: these scale what they read, and divide what they
         # write. A document's first token decays nothing.
         dtotals = along_query + (along_key - along_write) - along_write

@@ -153,7 +153,9 @@ def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, 
     assert not isinstance(x, FP8Rows)
     x, *copies = fan_out(x, 1 + len(projections))
     products = [
-        multiply_merged(copy, p.weight, p.adapter) if p.is_served else multiply(copy, [p], conditions)[0]
+        multiply_merged(copy, p.weight, p.adapter)
+        if p.is_served and p.adapter is not None
+        else multiply(copy, [p], conditions)[0]
         for p, copy in zip(projections, copies, strict=True)
     ]
     served = [index for index, p in enumerate(projections) if p.is_served and p.adapter is not None]

@@ -92,14 +92,8 @@ def _load_merge(weight: Served, A: Float[Array, "R in"], backend: str = "auto") 
     return MERGE.load(MergeCall(weight=weight, rank=len(A)), backend=backend) or ReferenceMerge()
 
 
-def multiply_merged(x: Float[Array, "*B in"], weight: Served, adapter: LowRankAdapter | None) -> Float[Array, "*B out"]:
-    """Return x times the transposed merge in x's dtype, which gives gradients to x alone; both passes merge anew.
-
-    Without an adapter the matrix itself is rounded.
-    """
-    if adapter is None:
-        A, up = jnp.zeros((0, weight.shape[1])), jnp.zeros((weight.shape[0], 0))
-        return _project(ReferenceMerge(), x, weight, A, up)
+def multiply_merged(x: Float[Array, "*B in"], weight: Served, adapter: LowRankAdapter) -> Float[Array, "*B out"]:
+    """Return x times the transposed merge in x's dtype, which gives gradients to x alone; both passes merge anew."""
     return _project(_load_merge(weight, adapter.A), x, weight, adapter.A, adapter.up)
 
 

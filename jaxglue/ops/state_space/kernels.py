@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from jaxglue.ops.delta_rule.kernels import load_factor, load_tokens, store_tokens
+
 # Rows of `factors`: step sizes, and logarithms of decays from the beginning of the chunk or document.
 STEP, TOTAL = tl.constexpr(0), tl.constexpr(1)
 FACTORS = tl.constexpr(2)
@@ -69,24 +71,6 @@ class StateSpaceSpec:
     def chunks(self) -> int:
         """Return the chunks of a row."""
         return -(-self.T // self.chunk)
-
-
-@triton.jit
-def _rows(array, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
-    """Load some columns of tokens of a row's array [T, WIDTH]; zeros past the row."""
-    return tl.load(array + tokens[:, None] * WIDTH + columns[None, :], mask=(tokens < T)[:, None], other=0.0)
-
-
-@triton.jit
-def _store_rows(array, values, tokens, columns, WIDTH: tl.constexpr, T: tl.constexpr):
-    at = array + tokens[:, None] * WIDTH + columns[None, :]
-    tl.store(at, values.to(array.dtype.element_ty), mask=(tokens < T)[:, None])
-
-
-@triton.jit
-def _factor(factors, row: tl.constexpr, tokens, T: tl.constexpr):
-    """Load one factor of each token of a head; 0 past the row."""
-    return tl.load(factors + row * T + tokens, mask=tokens < T, other=0.0)
 
 
 @triton.jit
@@ -185,9 +169,9 @@ def state_kernel(xbc, starts, ends, factors, states, spec: tl.constexpr):
         state = tl.full((spec.S, spec.columns), 0.0, tl.float32)
         for index in tl.range(chunk, last, num_stages=spec.stages):
             tokens = index * C + order
-            b = _rows(xbc, tokens, spec.values + (n // spec.R) * spec.S + keys, spec.width, T)
-            x = _rows(xbc, tokens, n * spec.P + columns, spec.width, T)
-            step, total = _factor(factors, STEP, tokens, T), _factor(factors, TOTAL, tokens, T)
+            b = load_tokens(xbc, tokens, spec.values + (n // spec.R) * spec.S + keys, spec.width, T)
+            x = load_tokens(xbc, tokens, n * spec.P + columns, spec.width, T)
+            step, total = load_factor(factors, STEP, tokens, T), load_factor(factors, TOTAL, tokens, T)
             at_end = tl.load(factors + TOTAL * T + index * C + C - 1)
             # Tokens before the document's first are another's.
             write = tl.exp(tl.where(tokens >= begin, at_end - total, float("-inf"))) * step
@@ -220,9 +204,9 @@ def state_gradient_kernel(xbc, starts, ends, factors, dout, dstates, spec: tl.co
             for back in tl.range(0, chunk - first, num_stages=spec.stages):
                 index = chunk - back
                 tokens = index * C + order
-                c = _rows(xbc, tokens, spec.values + (spec.G + n // spec.R) * spec.S + keys, spec.width, T)
-                douts = _rows(dout, tokens, n * spec.P + columns, spec.values, T)
-                total = _factor(factors, TOTAL, tokens, T)
+                c = load_tokens(xbc, tokens, spec.values + (spec.G + n // spec.R) * spec.S + keys, spec.width, T)
+                douts = load_tokens(dout, tokens, n * spec.P + columns, spec.values, T)
+                total = load_factor(factors, TOTAL, tokens, T)
                 at_end = tl.load(factors + TOTAL * T + index * C + C - 1, mask=index * C + C <= T, other=0.0)
                 # Tokens behind the document's last are another's.
                 read = tl.exp(tl.where(tokens < end, total, float("-inf")))
@@ -235,8 +219,8 @@ def state_gradient_kernel(xbc, starts, ends, factors, dout, dstates, spec: tl.co
 @triton.jit
 def _group_rows(xbc, tokens, group, keys, spec: tl.constexpr):
     """Load B and C of a group."""
-    b = _rows(xbc, tokens, spec.values + group * spec.S + keys, spec.width, spec.T)
-    return b, _rows(xbc, tokens, spec.values + (spec.G + group) * spec.S + keys, spec.width, spec.T)
+    b = load_tokens(xbc, tokens, spec.values + group * spec.S + keys, spec.width, spec.T)
+    return b, load_tokens(xbc, tokens, spec.values + (spec.G + group) * spec.S + keys, spec.width, spec.T)
 
 
 @triton.jit
@@ -259,19 +243,19 @@ def output_kernel(xbc, starts, factors, states, skip, out, spec: tl.constexpr):
     for member in tl.range(0, spec.heads, num_stages=spec.stages):
         n = first + member
         of_head = factors + (row * spec.N + n) * FACTORS * T
-        step, total = _factor(of_head, STEP, tokens, T), _factor(of_head, TOTAL, tokens, T)
+        step, total = load_factor(of_head, STEP, tokens, T), load_factor(of_head, TOTAL, tokens, T)
         passed = tl.where(real, tl.load(skip + n).to(tl.float32), 0.0)
         decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
         weights = (scores * decays * step[None, :]).to(c.dtype)
         read = tl.where(crosses, tl.exp(total), 0.0)
         for column in range(0, spec.P, spec.columns):
             columns = column + tl.arange(0, spec.columns)
-            x = _rows(xbc, tokens, n * spec.P + columns, spec.width, T)
+            x = load_tokens(xbc, tokens, n * spec.P + columns, spec.width, T)
             state = _state(states, before < chunk * C, n, row, chunk, keys, columns, spec).to(c.dtype)
             result = read[:, None] * tl.dot(c, state, input_precision=spec.precision)
             result = tl.dot(weights, x, result, input_precision=spec.precision)
             result += passed[:, None] * x.to(tl.float32)
-            _store_rows(out, result, tokens, n * spec.P + columns, spec.values, T)
+            store_tokens(out, result, tokens, n * spec.P + columns, spec.values, T)
 
 
 @triton.jit
@@ -280,8 +264,8 @@ def _weighted(xbc, dout, tokens, n, seen, total, spec: tl.constexpr):
     products = tl.full((spec.chunk, spec.chunk), 0.0, tl.float32)
     for column in range(0, spec.P, spec.columns):
         columns = n * spec.P + column + tl.arange(0, spec.columns)
-        x = _rows(xbc, tokens, columns, spec.width, spec.T)
-        douts = _rows(dout, tokens, columns, spec.values, spec.T)
+        x = load_tokens(xbc, tokens, columns, spec.width, spec.T)
+        douts = load_tokens(dout, tokens, columns, spec.values, spec.T)
         products = tl.dot(douts, tl.trans(x), products, input_precision=spec.precision)
     decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
     return decays, products * decays
@@ -313,7 +297,7 @@ def input_gradient_kernel(
     for member in tl.range(0, spec.heads, num_stages=spec.stages):
         n = first + member
         of_head = factors + (row * spec.N + n) * FACTORS * T
-        step, total = _factor(of_head, STEP, tokens, T), _factor(of_head, TOTAL, tokens, T)
+        step, total = load_factor(of_head, STEP, tokens, T), load_factor(of_head, TOTAL, tokens, T)
         at_end = tl.load(of_head + TOTAL * T + after - 1, mask=after <= T, other=0.0)
         passed = tl.where(real, tl.load(skip + n).to(tl.float32), 0.0)
         decays, weighted = _weighted(xbc, dout, tokens, n, seen, total, spec)
@@ -326,18 +310,18 @@ def input_gradient_kernel(
         to_end, recalled, kept = tl.full((C,), 0.0, tl.float32), tl.full((C,), 0.0, tl.float32), 0.0
         for column in range(0, spec.P, spec.columns):
             columns = column + tl.arange(0, spec.columns)
-            douts = _rows(dout, tokens, n * spec.P + columns, spec.values, T)
+            douts = load_tokens(dout, tokens, n * spec.P + columns, spec.values, T)
             dstate = _state(dstates, behind < after, n, row, chunk, keys, columns, spec).to(dtype)
             state = _state(states, before < chunk * C, n, row, chunk, keys, columns, spec).to(dtype)
             kept += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
             answers = tl.dot(c, state, input_precision=spec.precision)
             recalled += tl.sum(douts.to(tl.float32) * answers, 1)
             through = write[:, None] * tl.dot(b, dstate, input_precision=spec.precision)
-            x32 = _rows(xbc, tokens, n * spec.P + columns, spec.width, T).to(tl.float32)
+            x32 = load_tokens(xbc, tokens, n * spec.P + columns, spec.width, T).to(tl.float32)
             to_end += tl.sum(x32 * through, 1)
             dx = tl.dot(tl.trans(weights), douts, through, input_precision=spec.precision)
             dx = step[:, None] * dx + passed[:, None] * douts.to(tl.float32)
-            _store_rows(dxbc, dx, tokens, n * spec.P + columns, spec.width, T)
+            store_tokens(dxbc, dx, tokens, n * spec.P + columns, spec.width, T)
         # What reads grows with a total, what writes shrinks; the decay to the chunk's end is in all that is behind it.
         dstep += to_end
         kept *= tl.where(behind < chunk * C, tl.exp(at_end), 0.0)
@@ -374,7 +358,7 @@ def group_gradient_kernel(xbc, starts, factors, states, dstates, dout, sums, spe
     for member in tl.range(0, spec.heads, num_stages=spec.stages):
         n = first + member
         of_head = factors + (row * spec.N + n) * FACTORS * T
-        step, total = _factor(of_head, STEP, tokens, T), _factor(of_head, TOTAL, tokens, T)
+        step, total = load_factor(of_head, STEP, tokens, T), load_factor(of_head, TOTAL, tokens, T)
         at_end = tl.load(of_head + TOTAL * T + after - 1, mask=after <= T, other=0.0)
         _, weighted = _weighted(xbc, dout, tokens, n, seen, total, spec)
         dscores += weighted * step[None, :]
@@ -382,11 +366,11 @@ def group_gradient_kernel(xbc, starts, factors, states, dstates, dout, sums, spe
         read = tl.where(crosses, tl.exp(total), 0.0)
         for column in range(0, spec.P, spec.columns):
             columns = column + tl.arange(0, spec.columns)
-            x = _rows(xbc, tokens, n * spec.P + columns, spec.width, T)
+            x = load_tokens(xbc, tokens, n * spec.P + columns, spec.width, T)
             dstate = _state(dstates, behind < after, n, row, chunk, keys, columns, spec).to(dtype)
             written = (write[:, None] * x.to(tl.float32)).to(dtype)
             db = tl.dot(written, tl.trans(dstate), db, input_precision=spec.precision)
-            douts = _rows(dout, tokens, n * spec.P + columns, spec.values, T)
+            douts = load_tokens(dout, tokens, n * spec.P + columns, spec.values, T)
             state = _state(states, before < chunk * C, n, row, chunk, keys, columns, spec).to(dtype)
             answered = (read[:, None] * douts.to(tl.float32)).to(dtype)
             dc = tl.dot(answered, tl.trans(state), dc, input_precision=spec.precision)
@@ -396,5 +380,5 @@ def group_gradient_kernel(xbc, starts, factors, states, dstates, dout, sums, spe
     dc = tl.dot(dscores, b, dc, input_precision=spec.precision)
     part = (first % spec.R) // spec.heads
     sums += (part * tl.num_programs(2) + row) * T * 2 * spec.G * spec.S
-    _store_rows(sums, db, tokens, group * spec.S + keys, 2 * spec.G * spec.S, T)
-    _store_rows(sums, dc, tokens, (spec.G + group) * spec.S + keys, 2 * spec.G * spec.S, T)
+    store_tokens(sums, db, tokens, group * spec.S + keys, 2 * spec.G * spec.S, T)
+    store_tokens(sums, dc, tokens, (spec.G + group) * spec.S + keys, 2 * spec.G * spec.S, T)
