@@ -230,21 +230,19 @@ def load_parts(config: AssistantConfig, *, labels: int = 0) -> tuple[PreTrainedT
 
 def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int = 0) -> CausalLM:
     """Load the model in a folder, with the configuration's storage and adapter, with scores where it has labels."""
-    seed = config.seed
+    seed, storage = config.seed, config.storage  # of which an adapter's file may tell
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
+    vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
     if seed is None:
-        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
-        options: dict[str, Any] = {"labels": labels, "vision": vision, "progress": DataProgress()}
-        model = load_model(folder, dtype=dtype, quantize=config.storage, **options)
+        model = load_model(folder, dtype=dtype, quantize=storage, labels=labels, vision=vision, progress=DataProgress())
     else:
-        shape = config_from_hf(read_config(folder)).quantized(config.storage)
-        vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
+        shape = config_from_hf(read_config(folder)).quantized(storage)
         shape = shape if vision is None else vision.within(shape)
         model = random_model(shape.scored(labels) if labels else shape, dtype=dtype, seed=seed)
     if config.adapter:
         add_adapter(model, config.adapter, _identity(config, model), str(folder))
-        if config.storage in SERVED:
+        if storage in SERVED:
             merge_served(model)  # once, as no other adapter will be asked for
     return model
 

@@ -338,7 +338,7 @@ def adapter_labels(folder: str | Path) -> int:
 
 def random_seed(folder: str | Path) -> int | None:
     """Return the seed of the random weights that an adapter was trained on; None for loaded weights."""
-    base = _recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}
+    base = _read_recorded_base(folder)
     kind, *rest = base.get("weights", "").split() or [""]
     return int(rest[0]) if kind == "random" else None
 
@@ -347,8 +347,12 @@ def served_storage_of(folder: str | Path) -> Storage | None:
     """Return the storage that merges an adapter into its base as it is served; None of adapters not trained so."""
     if not (Path(folder) / TENSORS).is_file():
         return None
-    storage = (_recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}).get("quantize")
+    storage = _read_recorded_base(folder).get("quantize")
     return storage if storage in SERVED else None
+
+
+def _read_recorded_base(folder: str | Path) -> Identity:
+    return _recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}
 
 
 def _recorded_base(folder: Path, files: TensorFiles) -> Identity | None:
