@@ -39,6 +39,9 @@ class RolloutPlan:
     """Rows with shared prompts say where operations that follow one continuation find copies."""
     held_out: PromptDataset | None = None
     """Prompts that are answered in evaluations, if there are any."""
+    tile: int | None = None
+    """Sampling is exact: prompts and answers begin at multiples of so many tokens of a row, attention's tiles of keys;
+    None where it is near."""
 
     def __post_init__(self):
         _check_prompts(self.dataset.prompts, self.config.environment, answered=self.config.lmbda < 1)
@@ -92,6 +95,7 @@ class RolloutPlan:
             slots=self.most_rows,
             shared=self.shared,
             copies=self.copies,
+            tile=self.tile or 1,
         )
 
     @property
@@ -123,7 +127,7 @@ class RolloutPlan:
         return {
             **{"data": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len},
             **{"batch_size": self.batch_size, "copies": self.copies},
-            **{"answers": self.answers, "prompts": self.prompts, "window": self.window},
+            **{"answers": self.answers, "prompts": self.prompts, "window": self.window, "tile": self.tile},
         }
 
 

@@ -80,7 +80,12 @@ class TrainedPolicy:
         """The present weights; who advances them sets it."""
         self._parts, self._tokenizer = parts, run.tokenizer
         self._engine = Engine(
-            parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, as_written=True
+            parts.graphdefs,
+            run.model,
+            dtype=run.dtype,
+            attention=run.workload.attention,
+            as_written=True,
+            exact=run.workload.exact,
         )
         sampling = SamplingConfig(
             max_tokens=plan.config.max_completion_length,

@@ -41,6 +41,8 @@ class ChunkSpec:
     """Bound of the logits, to which `cross_entropy` takes the gradient back."""
     temperature: float = 1.0
     """Divides them, and the gradient."""
+    exact: bool = False
+    """Losses have the same bits with and without gradients."""
 
     def loss_and_input_gradient(
         self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
@@ -56,6 +58,15 @@ class ChunkSpec:
         losses, numerators, factors = self.softmax_gradient(logits, targets, weights, x.dtype)
         products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
         return losses, (products * factors[:, None]).astype(x.dtype)
+
+    def losses_of(
+        self, x: Float[Array, "M D"], w: Float[Array, "V D"], logits: Float[Array, "M V"], targets, weights
+    ) -> Float[Array, " M"]:
+        """Return the losses of `loss_and_input_gradient`, whose logits are known, and without its gradient."""
+        if self.product_gradient is not None:
+            return self.product_gradient(x, w, targets, weights)[0]
+        of_logits = self.softmax_gradient or self.cross_entropy
+        return of_logits(logits, targets, weights, x.dtype)[0]
 
     def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
         """Return the logits x·wᵀ of losses, within their bound and over the temperature."""
