@@ -135,3 +135,19 @@ def test_gpus_without_kernels_in_one_order_are_refused(tiny_model):
     with tracing_for((9, 0)):
         assert "dtype" in (obstacle(config, jnp.float32) or "")
         assert "head dim" in (obstacle(config, jnp.bfloat16) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("slots", [1, 5, 9])
+def test_log_probabilities_are_those_of_training_to_the_bit_on_a_gpu(tiny_model, lora, slots):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    model = tiny_model("qwen3", dtype=jnp.bfloat16, **sizes)
+    model = adapted(model, rank=16) if lora else model
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    engine = Engine(graphdefs, model.config, exact=True)
+    groups = sample(engine, trees, PROMPTS, 3, 40, slots=slots)
+    trained = trained_log_probs(graphdefs, model.config, trees, groups, jnp.bfloat16, key_tile(128))
+    sampled = [answer.log_probs for group in groups for answer in group.answers]
+    for own, other in zip(sampled, trained, strict=True):
+        np.testing.assert_array_equal(own, other)

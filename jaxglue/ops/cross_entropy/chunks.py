@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.cross_entropy.reference import cap_logits
+from jaxglue.ops.projection.ordered import ordered_product
 
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 """(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`.
@@ -42,7 +43,7 @@ class ChunkSpec:
     temperature: float = 1.0
     """Divides them, and the gradient."""
     exact: bool = False
-    """Losses have the same bits with and without gradients."""
+    """Sums have one order, with and without gradients."""
 
     def loss_and_input_gradient(
         self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
@@ -51,7 +52,7 @@ class ChunkSpec:
         if self.product_gradient is not None:
             losses, dx = self.product_gradient(x, w, targets, weights)
             return losses, dx.astype(x.dtype)
-        logits = times_transposed(x, w)
+        logits = self.multiply(x, w)
         if self.softmax_gradient is None:
             losses, dlogits = self.cross_entropy(logits, targets, weights, x.dtype)
             return losses, dlogits @ w
@@ -70,7 +71,11 @@ class ChunkSpec:
 
     def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
         """Return the logits x·wᵀ of losses, within their bound and over the temperature."""
-        return self.cap(times_transposed(x, w))
+        return self.cap(self.multiply(x, w))
+
+    def multiply(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
+        """Return x·wᵀ in float32."""
+        return ordered_product(x, w, jnp.float32) if self.exact else times_transposed(x, w)
 
     def cap(self, logits: Float[Array, "M rows"]) -> Float[Array, "M V"]:
         """Return a vocabulary's logits, the first ones, within their bound and over the temperature."""

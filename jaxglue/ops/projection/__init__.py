@@ -32,7 +32,7 @@ from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, shrink
-from jaxglue.ops.projection.ordered import ordered_products
+from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
@@ -78,7 +78,7 @@ def adapted_projection(
     """
     if (kernels := load_few_rows(FewRowsCall.of(x, projections, conditions))) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
-    if ranks_of(projections, conditions) is not None and not StaticConditions.of(conditions).in_one_order:
+    if ranks_of(projections, conditions) is not None and not StaticConditions.of(conditions).exact:
         return _apply_by_ranks(x, projections, conditions, stream)
     if any(projection.is_served for projection in projections):
         return _apply_served(x, projections, conditions, stream)
@@ -193,7 +193,9 @@ def base_products(x, projections: Sequence[Projection], conditions: Conditions) 
     groups = [projections] if in_fp8 else [[projection] for projection in projections]  # FP8 weights quantize x once
     x, *copies = fan_out(x, 1 + len(groups))
     products = [y for group, copy in zip(groups, copies, strict=True) for y in multiply(copy, group, conditions)]
-    return products, _shrink(x, [p.adapter for p in projections if p.adapter is not None], conditions)
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    low_rank = _shrink(x, adapters, conditions)
+    return products, None if low_rank is None else used_ranks(low_rank, conditions, len(adapters))
 
 
 def _products_in_one_order(x, projections: Sequence[Projection], conditions) -> tuple[list[Array], Array | None]:
@@ -217,8 +219,11 @@ def used_ranks(low_rank: Float[Array, "*B ranks"], conditions: Conditions, adapt
 def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], conditions: Conditions) -> list[Array]:
     """Compute x·Wᵀ of weights for FP8 together, or of a single one in another format."""
     weights = [projection.weight for projection in projections]
-    if StaticConditions.of(conditions).in_one_order:
+    static = StaticConditions.of(conditions)
+    if static.in_one_order:
         return ordered_products(x, weights)
+    if static.exact:
+        return [ordered_product(x, weight.astype(x.dtype)) for weight in weights]
     if conditions.fp8 and projections[0].is_for_fp8:
         return project_fp8(x, weights)
     return [project_quantized(x, weight) if is_quantized(weight) else project(x, weight) for weight in weights]
@@ -251,7 +256,8 @@ def _shrink(x, adapters: Sequence[LowRankAdapter], conditions: Conditions) -> Fl
     if not adapters:
         return None
     if conditions.dropout_key is None or not any(adapter.dropout for adapter in adapters):
-        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]))
+        exact = StaticConditions.of(conditions).exact
+        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]), exact)
     else:
         parts = [lora_shrink(adapter.drop(x, conditions.dropout_key), adapter.A) for adapter in adapters]
         low_rank = jnp.concatenate(parts, axis=-1)

@@ -5,6 +5,7 @@ So does a sampler that multiplies some rows have a trainer's bits, which multipl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import batched
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ FEWEST_ROWS = 2
 """Rows from which XLA's products on a CPU sum in one order: a single one is another function's."""
 _WEIGHTS = 4
 """Weights of a launch."""
+_MANY_ROWS, _WIDE = 16_384, 1024
+"""Rows of x and of a weight from which cuBLAS' products were seen to have this order (`exact_sampler.json`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +93,37 @@ def _multiply(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype) ->
     padded = jnp.pad(x, ((0, max(FEWEST_ROWS - len(x), 0)), (0, 0)))
     product = jax.lax.dot_general(padded, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return product[: len(x)]
+
+
+def ordered_product(
+    x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None, *, backend: str = "auto"
+) -> Float[Array, "*B out"]:
+    """Compute `ordered_products` of one weight, in x's dtype, with gradients.
+
+    Many rows are left to cuBLAS, which sums them in this order. Other arguments and errors are those of
+    `ordered_products`.
+    """
+    if x.size // x.shape[-1] >= _MANY_ROWS and len(weight) >= _WIDE and backend == "auto":
+        backend = "reference"
+    kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
+    if kernels is None:
+        contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+        product = jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype or x.dtype)
+        # Else cuBLAS would add what is added to it before it rounds the product.
+        return jax.lax.optimization_barrier(product)
+    return _differentiable(dtype or x.dtype, x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(dtype, x, weight):
+    return ordered_products(x, [weight], dtype)[0]
+
+
+def _backward(dtype, residuals, dy):
+    x, weight = residuals
+    tokens = tuple(range(x.ndim - 1))
+    dy = dy.astype(x.dtype)
+    return dy @ weight, jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())))
+
+
+_differentiable.defvjp(lambda dtype, x, weight: (_differentiable(dtype, x, weight), (x, weight)), _backward)

@@ -28,15 +28,15 @@ class Text(NamedTuple):
     fork: int
 
 
-def texts(forks, group, dtype=np.float32) -> list[list[Text]]:
+def texts(forks, group, dtype=np.float32, head_dim=H) -> list[list[Text]]:
     """Draw the continuations of each beginning, which they share."""
     rng, found = np.random.default_rng(0), []
     heads = (K * group, K, K)
     for shared, *sizes in forks:
-        common = [rng.standard_normal((shared, n, H)).astype(dtype) for n in heads]
+        common = [rng.standard_normal((shared, n, head_dim)).astype(dtype) for n in heads]
         found.append([])
         for size in sizes:
-            own = [rng.standard_normal((size, n, H)).astype(dtype) for n in heads]
+            own = [rng.standard_normal((size, n, head_dim)).astype(dtype) for n in heads]
             found[-1].append(Text(*(np.concatenate(pair) for pair in zip(common, own, strict=True)), shared))
     return found
 
@@ -67,7 +67,7 @@ def in_pages(groups: list[list[Text]], sinks) -> list[np.ndarray]:
     every = [text for group in groups for text in group]
     pages = [-(-len(text.q) // PAGE) for text in every]
     order = np.random.default_rng(1).permutation(sum(pages)) + 1
-    cache, tables, first = make_pages(len(order) + 1, K, PAGE, H, every[0].q.dtype), [], 0
+    cache, tables, first = make_pages(len(order) + 1, K, PAGE, every[0].q.shape[2], every[0].q.dtype), [], 0
     for text, count in zip(every, pages, strict=True):
         own, first = order[first : first + count], first + count
         at = np.arange(len(text.q))
@@ -156,3 +156,11 @@ def test_pages_in_tiles_compile(h200):
         )
         compiled = call.lower(*jax.tree.map(shaped, arguments)).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "group", "has_sinks"), [(128, 4, False), (64, 8, True), (256, 2, False)])
+def test_kernels_give_a_query_the_same_bits_in_any_row_and_in_pages(head_dim, group, has_sinks):
+    groups = texts([(237, 145, 83), (5, 90), (700, 300, 41, 64)], group, jnp.bfloat16, head_dim)
+    sinks = jnp.asarray(np.random.default_rng(2).standard_normal(K * group), jnp.float32) if has_sinks else None
+    assert_equal(groups, sinks, key_tile(head_dim))

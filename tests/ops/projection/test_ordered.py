@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from selection import repeat
 
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
-from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
-from jaxglue.ops.projection.ordered import ORDERED, ordered_products
+from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection, project
+from jaxglue.ops.projection.ordered import ORDERED, ordered_product, ordered_products
 
 STEP = 16
 
@@ -84,6 +85,18 @@ def test_interpreted_kernel_has_the_bits_of_steps_in_order(M, sizes, K, tiles, k
         np.testing.assert_array_equal(product, in_steps(x, weight))
 
 
+def test_gradients_are_those_of_the_plain_product(kernels):
+    x, weight = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(1, 5, 48), (24, 48)]))
+    dy = jax.random.normal(jax.random.key(2), (1, 5, 24))
+    want, pull = jax.vjp(project, x, weight)
+    with ORDERED.using(kernels(16, 16)):
+        got, pull_ordered = jax.vjp(ordered_product, x, weight)
+        gradients = pull_ordered(dy)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for own, other in zip(gradients, pull(dy), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
 def test_other_orders_have_other_bits():
     x, w = numbers(1, 37, 208), whole(2, 40, 208)
     assert (in_steps(x, w) != in_steps(x, w, reversed)).any()
@@ -152,3 +165,18 @@ def test_products_compile_in_one_launch(h200):
         with tracing_for((9, 0)):
             compiled = jax.jit(ordered_products).lower(shaped(rows, 4096), weights).compile()
         assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("N", "K", "dtype"),
+    [(4096, 4096, jnp.bfloat16), (1024, 4096, jnp.bfloat16), (48, 4096, jnp.bfloat16), (32768, 4096, jnp.float32)],
+)
+def test_products_have_the_bits_of_cublas_products_of_many_rows(N, K, dtype):
+    many = 16384 if dtype == jnp.bfloat16 else 1024
+    x, weight = (jax.random.normal(jax.random.key(seed), (rows, K), jnp.bfloat16) for seed, rows in ((0, many), (1, N)))
+    call = jax.jit(lambda x, weight: project(x, weight, dtype))
+    trained = call.lower(x, weight).compile(compiler_options=STEP_OPTIONS)(x, weight)
+    for rows in (1, 16, 64, 256, 512, 1024):
+        (few,) = jax.jit(lambda x, weight: ordered_products(x, [weight], dtype))(x[:rows], weight)
+        np.testing.assert_array_equal(np.asarray(few, np.float32), np.asarray(trained[:rows], np.float32))
