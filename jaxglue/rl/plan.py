@@ -127,7 +127,8 @@ class RolloutPlan:
         return {
             **{"data": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len},
             **{"batch_size": self.batch_size, "copies": self.copies},
-            **{"answers": self.answers, "prompts": self.prompts, "window": self.window, "tile": self.tile},
+            **{"answers": self.answers, "prompts": self.prompts, "window": self.window},
+            **({} if self.tile is None else {"tile": self.tile}),
         }
 
 

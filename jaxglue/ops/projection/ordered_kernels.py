@@ -8,14 +8,12 @@ rows. Rows of x are divided among programs where those of weights would leave mu
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import load_rows
-
 
 @triton.jit
-def _load_weight(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load BLOCK_K columns of rows n of a weight [N, K]; neighboring programs read them again."""
+def _load(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load BLOCK_K columns of some rows of a matrix with K columns; neighboring programs read them again."""
     columns = k + tl.arange(0, BLOCK_K)
-    at = w + n.to(tl.int64)[:, None] * K + columns[None, :]
+    at = matrix + rows.to(tl.int64)[:, None] * K + columns[None, :]
     if K % BLOCK_K != 0:
         return tl.load(at, mask=(columns < K)[None, :], other=0.0)
     else:
@@ -48,11 +46,11 @@ def ordered_kernel(
         if tile >= before:
             w, out, first, N = weights[i], outs[i], before, N_1 if i == 1 else N_2 if i == 2 else N_3
     n, rows = (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N), block * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = tl.minimum(n, N - 1)  # rows beyond a weight are other rows, and not stored
+    # Rows beyond a matrix are other rows, whose products are not stored.
+    n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, M - 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
     for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
-        values = load_rows(x, rows, step * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
-        matrix = _load_weight(w, inside, step * BLOCK_K, K, BLOCK_K)
-        acc = tl.dot(matrix, tl.trans(values), acc, input_precision="ieee")
+        values = _load(x, rows_inside, step * BLOCK_K, K, BLOCK_K)
+        acc = tl.dot(_load(w, n_inside, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
     at = rows.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < M)[None, :] & (n < N)[:, None])
