@@ -96,7 +96,9 @@ class TileSums(NamedTuple):
         exponents = jnp.maximum(self.peak - peak, -200.0).astype(jnp.int32)
         rescale = jax.lax.stop_gradient(jnp.ldexp(jnp.ones_like(peak), exponents))
         values = self.values * rescale[..., None] + _product(weights.astype(v.dtype), v)
-        return TileSums(values, self.total * rescale + weights.sum(-1), peak)
+        # XLA's fusions sum weights in orders of their own, but a product's columns in one.
+        ones = jnp.ones((*v.shape[:-1], 2), weights.dtype)
+        return TileSums(values, self.total * rescale + _product(weights, ones)[..., 0], peak)
 
     @property
     def result(self) -> Float[Array, "*B R values"]:
@@ -106,8 +108,9 @@ class TileSums(NamedTuple):
 
 
 def _product(x: Float[Array, "*B R A"], y: Float[Array, "*B A n"]) -> Float[Array, "*B R n"]:
-    """Multiply in float32: XLA converts few rows of 16 bits otherwise than many."""
-    return x.astype(jnp.float32) @ y.astype(jnp.float32)
+    """Multiply in float32 a batch of matrices as they lie: else XLA sums few rows otherwise than many."""
+    flat = tuple(part.astype(jnp.float32).reshape(-1, *part.shape[-2:]) for part in (x, y))
+    return jnp.matmul(*jax.lax.optimization_barrier(flat)).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def tiled_attention(
