@@ -3,14 +3,15 @@
     python benchmarks/exact_sampling.py --json benchmarks/results/exact_sampling.json
     python benchmarks/exact_sampling.py --parts answers --model FOLDER --texts prompts.jsonl    # a trained model
 
-Four parts, from small to large, so that the first one below 100% says which sum has another order:
+Five parts, from small to large, so that the first one below 100% says which sum has another order:
 
 - `products`: share of bits that products in one order have in common with XLA's of training's rows, and the orders of
   sums, of 16 columns after another in so many parts, that XLA's have; times of tiles.
 - `operations`: the same for the operations of a layer (`rl_rounding.py --exact`).
 - `answers`: largest difference of log-probabilities of sampling and training, by slots, prompts alike or not, and with
   two adapters of which each answer uses one.
-- `prices`: milliseconds of a decode step, and seconds of a whole step, of exact sampling and of sampling that is near.
+- `prices`: milliseconds of a decode step of exact sampling, and of sampling that is near, in turns.
+- `steps`: seconds of a whole step, of both.
 """
 
 import argparse
@@ -38,13 +39,15 @@ from jaxglue.ops.projection import project
 from jaxglue.ops.projection.ordered import ORDERED, ordered_products
 from jaxglue.rl.pack import Group, TrainedAnswer
 
-PARTS = "products", "operations", "answers", "prices"
+PARTS = "products", "operations", "answers", "prices", "steps"
 FEW = 1, 16, 64, 256, 512, 2048
 SPLITS = 1, 2, 3, 4, 6, 8
 """Parts of a sum, added in their order, with which XLA's is compared."""
 TILES = (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (256, 128, 64, 8, 4)
 """Rows of x and of weights, columns in a step, warps and stages."""
 RANK = 16
+MANY_SLOTS, FEW_TOKENS = 64, 256
+"""Slots from which all layers are one program, and tokens of an answer by fewer slots."""
 
 
 def matrices_of(shape: dict[str, Any]) -> dict[str, tuple[int, int, Any]]:
@@ -154,7 +157,8 @@ class Both:
         ]
         groups: list[list[Any]] = [[None] * count for _ in prompts]
         begun = time.perf_counter()
-        for done in self.engines[engine].generate(*(trees or self.trees), asked, whole=True, **options):
+        options["whole"] = options["slots"] >= MANY_SLOTS
+        for done in self.engines[engine].generate(*(trees or self.trees), asked, **options):
             own = TrainedAnswer(
                 tokens=done.tokens, log_probs=done.log_probs, counted=np.ones(len(done.tokens), bool), advantage=1.0
             )
@@ -175,9 +179,11 @@ def answers(args: Namespace) -> Iterator[dict[str, Any]]:
         both = Both(args, Path(folder))
         prompts, count = both.bench.prompts, args.answers
         for slots in args.slots:
+            tokens = args.longest if slots >= MANY_SLOTS else min(args.longest, FEW_TOKENS)
+            few = prompts[: -(-2 * slots // count)]  # each slot has two answers, one after another
             for shared in (True, False):
-                some = prompts if shared else [prompt[i:] for prompt in prompts for i in range(count)]
-                groups, _ = both.sample("exact", some, count if shared else 1, args.longest, slots=slots)
+                some = few if shared else [prompt[i:] for prompt in few for i in range(count)]
+                groups, _ = both.sample("exact", some, count if shared else 1, tokens, slots=slots)
                 yield {"slots": slots, "prompts shared": shared, "adapters": 1} | both.compare(groups)
         groups, _ = both.sample("near", prompts, count, args.longest, slots=max(args.slots))
         yield {"slots": max(args.slots), "prompts shared": True, "adapters": 1, "near": True} | both.compare(groups)
@@ -217,10 +223,9 @@ def prices(args: Namespace) -> Iterator[dict[str, Any]]:
             medians = {name: float(np.median(found)) for name, found in milliseconds_of.items()}
             rounded = {f"{name}, ms a step": round(taken, 3) for name, taken in medians.items()}
             yield {"streams": slots, **rounded, "ratio": round(medians["exact"] / medians["near"], 3)}
-    yield from whole_steps(args)
 
 
-def whole_steps(args: Namespace) -> Iterator[dict[str, Any]]:
+def steps(args: Namespace) -> Iterator[dict[str, Any]]:
     """Time sampling and training of a step, exact and near, of answers of the same forced lengths."""
     seconds: dict[str, dict[str, float]] = {}
     for name in ("near", "exact"):
@@ -233,8 +238,8 @@ def whole_steps(args: Namespace) -> Iterator[dict[str, Any]]:
             del bench
     total = {name: found["sampling"] + found["training"] for name, found in seconds.items()}
     for name, found in seconds.items():
-        phases = {phase: found[phase] for phase in ("sampling", "training")}
-        yield {"streams": f"whole step, {name}", **phases, "ratio": round(total[name] / total["near"], 3)}
+        phases = {f"{phase}, s": found[phase] for phase in ("sampling", "training")}
+        yield {"sampling": name, **phases, "ratio": round(total[name] / total["near"], 3)}
 
 
 def near_bench(args: Namespace, folder: Path) -> rl_step.Benchmark:
@@ -263,7 +268,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    parts = {"products": products, "operations": operations, "answers": answers, "prices": prices}
+    parts = dict(zip(PARTS, (products, operations, answers, prices, steps), strict=True))
     results: dict[str, list[dict[str, Any]]] = {}
     for name in args.parts:
         rows = results.setdefault(name, [])

@@ -89,7 +89,7 @@ class Layer:
     def run(self, function: Callable, *arguments: Any, training: bool) -> Any:
         """Compile a function of (model, *arguments) as either side's programs are; return its results."""
         program = jax.jit(lambda state, *arguments: function(nnx.merge(self.graphdef, state), *arguments))
-        options = self._options | (STEP_OPTIONS if training and jax.default_backend() == "gpu" else {})
+        options = self._options | (STEP_OPTIONS if (training or self.exact) and jax.default_backend() == "gpu" else {})
         return program.lower(self.state, *arguments).compile(compiler_options=options or None)(self.state, *arguments)
 
 

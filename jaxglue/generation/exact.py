@@ -27,6 +27,8 @@ def obstacle(model: DecoderConfig, dtype, *, tokens: int = 1, rank: int = 0, dra
     """
     if drafts:
         return "drafts are verified several at a time"
+    if jnp.dtype(dtype).itemsize > 2:
+        return f"activations are in {jnp.dtype(dtype)}, and it is for 16 bits (--dtype bfloat16)"
     if model.moe is not None:
         return "its experts sum in another order for few tokens"
     if model.mixer_kinds != (ATTENTION,) or model.recurrent is not None:
