@@ -309,11 +309,11 @@ def paged_attention(
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
     call = PagedCall(dtype=q.dtype, cache=cache, window=window, sinks=sinks is not None, softcap=softcap)
     call = replace(call, forked=forks is not None)
-    kernels = PAGED_ATTENTION.load(call, backend=backend)
+    kernels: Any = PAGED_ATTENTION.load(call, backend=backend)
     if forks is not None:
         if window is not None:
             raise ValueError(f"windows have no order of sums with forks, got window={window}")
-        in_tiles: Any = tiled_paged_attention if kernels is None else kernels.attend  # type: ignore[attr-defined]
+        in_tiles = tiled_paged_attention if kernels is None else kernels.attend
         return in_tiles(q, cache, tables, positions, forks, sinks=sinks, softcap=softcap)
     attend = reference_paged_attention if kernels is None else kernels.attend
     return attend(q, cache, tables, positions, window=window, sinks=sinks, softcap=softcap)
