@@ -133,7 +133,7 @@ def main() -> None:
     begun, counts, results = time.perf_counter(), (arguments.episodes, arguments.alone), []
     for count in counts:  # the programs of windows and rows of each size, at a small part of the tokens
         for waits in (False, True):
-            run(min(count, 2 * arguments.begun), 3, 16, waits)
+            run(min(count, 2 * arguments.begun), min(3, arguments.turns), min(16, arguments.tokens), waits)
             engine.wait()
     compiled = time.perf_counter() - begun
     for count in counts:

@@ -153,6 +153,11 @@ class Session:
         return self._setup.model.model_type
 
     @property
+    def stops(self) -> Collection[int]:
+        """Return the tokens that end an answer."""
+        return self._setup.stops
+
+    @property
     def step(self) -> int:
         """Return the optimizer steps done."""
         return self._state.step
@@ -264,6 +269,10 @@ class Session:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
         engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
         return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
+
+    def check_request(self, request: Request) -> None:
+        """Raise ValueError for a prompt that `sample_tokens` would refuse, with all that are answered beside it."""
+        self._sampling_engine().answers(request, 0)
 
     def score_tokens(self, text: Sequence[int], top: int, weights: Params | None = None) -> PromptScores:
         """Return log-probabilities of a text's tokens but the first, and of the likeliest in their places.

@@ -6,7 +6,8 @@
     server.run(port=8001)
 
 and in the loop `tinker.ServiceClient(base_url="http://127.0.0.1:8001", api_key=…)`. A request is answered with the name
-of its result, which the SDK asks for; one thread computes results in the order of the requests.
+of its result, which the SDK asks for; one thread computes results in the order of the requests, but that requests for
+answers by the same saved weights are answered together.
 """
 
 import asyncio
@@ -16,8 +17,9 @@ import re
 import secrets
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from starlette.routing import Route
 from jaxglue.api.session import Session
 from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Completion
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 from jaxglue.serve.local import foreign_page
@@ -89,6 +92,8 @@ class TinkerServer:
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Sampler] = {}
         self._results: dict[str, Future] = {}
+        self._asked: dict[str, list[tuple[Mapping[str, Any], Future[bytes]]]] = {}
+        """Requests for answers that wait, by their weights."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jaxglue-tinker")
         self._folder = tempfile.TemporaryDirectory(prefix="jaxglue-tinker-")
         posts: dict[str, Callable] = {
@@ -107,7 +112,6 @@ class TinkerServer:
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
             "unload_model": self._unload_model,
-            "asample": self._sample,
         }
         capability = {"model_name": str(settings.get("model", settings.get("recipe"))), "trainable": True}
         routes = [
@@ -117,6 +121,7 @@ class TinkerServer:
                 self._guarded(lambda http: _now({"supported_models": [capability | {"sampleable": True}]})),
             ),
             Route("/api/v1/forward_backward", self._guarded(self._losses), methods=["POST"]),
+            Route("/api/v1/asample", self._guarded(self._answers), methods=["POST"]),
             Route("/api/v1/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
         ]
         routes += [
@@ -170,20 +175,31 @@ class TinkerServer:
 
     def _promise(self, do: Callable, argument: Any) -> Response:
         """Begin an operation after those before it; return the name of its result."""
-        samples = argument.get("num_samples", 1) if isinstance(argument, dict) else 1
-        if not isinstance(samples, int) or not 1 <= samples <= _MOST_SAMPLES:
-            raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
+        return JSONResponse({"request_id": self._keep(self._worker.submit(do, argument))})
+
+    def _keep(self, result: Future) -> str:
+        """Keep a result to come until it is asked for; return its name."""
         name = f"request-{uuid.uuid4()}"
-        self._results[name] = self._worker.submit(do, argument)
+        self._results[name] = result
         while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
             del self._results[next(iter(self._results))]
-        promised: dict[str, Any] = {"request_id": name}
-        if isinstance(argument, dict) and "num_samples" in argument:
-            promised["sample_sequence_ids"] = [f"{name}:{i}" for i in range(samples)]
-        return JSONResponse(promised)
+        return name
 
     async def _losses(self, http: HttpRequest) -> Response:
         return self._promise(self._forward_backward, read_loss_request(await _read(http)))
+
+    async def _answers(self, http: HttpRequest) -> Response:
+        """Let a request for answers wait for the thread, which takes all those of the same weights at once."""
+        body = await _read_json(http)
+        samples = body.get("num_samples", 1)
+        if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
+            raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
+        result, sampler = Future[bytes](), str(body.get("sampling_session_id") or body.get("model_path"))
+        self._asked.setdefault(sampler, []).append((body, result))
+        self._worker.submit(self._answer_all, sampler)
+        name = self._keep(result)
+        ids = [f"{name}:{i}" for i in range(samples)]
+        return JSONResponse({"request_id": name} | ({"sample_sequence_ids": ids} if "num_samples" in body else {}))
 
     async def _retrieve(self, http: HttpRequest) -> Response:
         name = (await _read_json(http)).get("request_id", "")
@@ -307,8 +323,30 @@ class TinkerServer:
             )
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _sample(self, body: Mapping[str, Any]) -> bytes:
-        sampler = self._samplers.get(str(body.get("sampling_session_id") or body.get("model_path")))
+    def _answer_all(self, name: str) -> None:
+        """Answer the requests that wait for answers by the weights of this name."""
+        waiting = [
+            (body, result) for body, result in self._asked.pop(name, []) if result.set_running_or_notify_cancel()
+        ]
+        asked = list[tuple[_Question, Future[bytes]]]()
+        for body, result in waiting:
+            with _failing([result]):
+                asked.append((self._read_question(name, body), result))
+        if not asked:
+            return
+        with _failing([result for _, result in asked]):
+            sampler = self._samplers[name]
+            found = list[list[Completion]]([] for _ in asked)
+            requests = [question.request for question, _ in asked]
+            for done in sampler.model.session.sample_tokens(requests, (), sampler.weights):
+                found[done.number].append(done)
+            for (question, result), answers in zip(asked, found, strict=True):
+                answers.sort(key=lambda each: each.answer)
+                with _failing([result]):
+                    result.set_result(question.response(sampler, answers))
+
+    def _read_question(self, name: str, body: Mapping[str, Any]) -> "_Question":
+        sampler = self._samplers.get(name)
         if sampler is None:
             raise ValueError(f"asample: expected a sampling session of the last {_KEPT_SAMPLERS} saved weights")
         given, session = dict(_object(body, "sampling_params")), sampler.model.session
@@ -322,28 +360,51 @@ class TinkerServer:
             top_k=max(_whole(given, "top_k", -1, least=-1), 0),
             seed=secrets.randbits(31) if seed is None else _whole(given, "seed", 0, least=0),
         )
-        prompt = _prompt(body)
-        request = Request(prompt, config, n=_whole(body, "num_samples", 1))
-        stops = None if given.get("stop") is None else _stops(session, given["stop"])
-        done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
-        answers = [(each.tokens, each.log_probs, each.finish == "stop") for each in done]
         top = _whole(body, "topk_prompt_logprobs", 0, least=0)
-        if not (_flag(body, "prompt_logprobs", False) or top):
-            return sample_response(answers)
-        return sample_response(answers, *_prompt_scores(session, prompt, top, body, sampler.weights))
+        if top > _MOST_LIKELY:
+            raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
+        stops = session.stops if given.get("stop") is None else _stops(session, given["stop"])
+        request = Request(_prompt(body), config, n=_whole(body, "num_samples", 1), stop=frozenset(stops))
+        session.check_request(request)
+        scored = _flag(body, "prompt_logprobs", False) or top > 0
+        last = _whole(body, "prompt_logprobs_last_n", len(request.prompt))
+        return _Question(request, top, last if scored else None)
+
+
+class _Question(NamedTuple):
+    """A request for answers."""
+
+    request: Request
+    top: int
+    """Likely tokens of the prompt's places that are asked for."""
+    last: int | None
+    """Last tokens of the prompt whose log-probabilities are asked for; None for none."""
+
+    def response(self, sampler: _Sampler, answers: Sequence[Completion]) -> bytes:
+        """Return the message with the answers, and the prompt's log-probabilities where these are asked for."""
+        found = [(each.tokens, each.log_probs, each.finish == "stop") for each in answers]
+        if self.last is None:
+            return sample_response(found)
+        prompt = [*self.request.prompt]
+        return sample_response(found, *_prompt_scores(sampler, prompt, self.top, self.last))
+
+
+@contextmanager
+def _failing(results: Sequence[Future]) -> Iterator[None]:
+    """Let an error in the body be that of the results that have none yet."""
+    try:
+        yield
+    except Exception as error:
+        for result in results:
+            if not result.done():
+                result.set_exception(error)
 
 
 def _prompt_scores(
-    session: Session, prompt: Sequence[int], top: int, body: Mapping[str, Any], weights: Params
+    sampler: _Sampler, prompt: Sequence[int], top: int, last: int
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-    """Return log-probabilities of a prompt's tokens, and the likeliest in their places; the first has none.
-
-    Where the request asks for the last ones alone, the others have none either.
-    """
-    if top > _MOST_LIKELY:
-        raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
-    last = _whole(body, "prompt_logprobs_last_n", len(prompt))
-    scores = session.score_tokens(prompt, top, weights)
+    """Return log-probabilities of a prompt's last tokens, and the likeliest in their places; the first has none."""
+    scores = sampler.model.session.score_tokens(prompt, top, sampler.weights)
     log_probs, ids = np.full(len(prompt), np.nan, np.float32), np.zeros((len(prompt), top), np.int32)
     likely = np.full((len(prompt), top), np.nan, np.float32)
     shown = range(max(1, len(prompt) - last), len(prompt))

@@ -13,6 +13,7 @@ pytest.importorskip("httpx")
 from local_client import TestClient
 
 import jaxglue
+from jaxglue.api.session import Session
 from jaxglue.tinker.wire import _fields
 from tests.tinker_server.test_wire import loss_request
 
@@ -255,6 +256,34 @@ def test_bad_losses_fail_with_a_reason(client, model):
         found = client.call("forward_backward", loss_request(model, [([5, 6], given)], loss))
         assert message in found["error"]
     assert "no model" in client.call("optim_step", {"model_id": "other", "adam_params": {}})["error"]
+
+
+def test_requests_of_the_same_weights_are_answered_together(client, server, model, monkeypatch):
+    """And those of other weights, or a bad one, by themselves."""
+    saved = [client.call("save_weights_for_sampler", {"model_id": model, "path": name})["path"] for name in "ab"]
+    bodies = [
+        {"prompt": {"chunks": [{"tokens": tokens}]}, "num_samples": 2, "sampling_params": {"max_tokens": n, "seed": n}}
+        for tokens, n in (([5, 6, 7], 4), ([8, 9], 3), ([10**6], 2), ([5], 6))
+    ]
+    alone = [client.call("asample", body | {"sampling_session_id": saved[0]}) for body in bodies]
+    sizes, sample_tokens = [], Session.sample_tokens
+
+    def counting(session, requests, *rest):
+        sizes.append(len(requests))
+        return sample_tokens(session, requests, *rest)
+
+    monkeypatch.setattr(Session, "sample_tokens", counting)
+    held = threading.Event()
+    server._worker.submit(held.wait)
+    names = []
+    for body, path in zip(bodies, (saved[0], saved[0], saved[0], saved[1]), strict=True):
+        names.append(client.post("asample", body | {"sampling_session_id": path}).json()["request_id"])
+    held.set()
+    replies = [client.post("retrieve_future", {"request_id": name}) for name in names]
+    assert sizes == [2, 1] and "vocabulary" in replies[2].json()["error"] and "vocabulary" in alone[2]["error"]
+    for reply, expected in zip([replies[0], replies[1], replies[3]], [alone[0], alone[1], alone[3]], strict=True):
+        found = zip(read_answers(reply.content), read_answers(expected), strict=True)
+        assert all(a[0].tolist() == b[0].tolist() and np.allclose(a[1], b[1], atol=1e-5) for a, b in found)
 
 
 def test_requests_need_the_key(server):

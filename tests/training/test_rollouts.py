@@ -292,7 +292,10 @@ def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distilla
     ("changes", "text"),
     [
         ({"teacher": None}, "needs --teacher"),
-        ({"objective": "distill_tokens"}, "--teacher is not for --objective distill_tokens: it learns from servers"),
+        (
+            {"objective": "distill_tokens", "teacher_server": ("http://x/v1",)},
+            "--teacher is not for --objective distill_tokens: it learns from servers",
+        ),
         ({"objective": "distill_tokens", "teacher": None}, "needs --teacher-server: it asks a server"),
         ({"teacher_server": ("http://x/v1",)}, "--teacher-server is not for --objective distill: it needs whole"),
         ({"modules_to_save": ("lm_head",)}, "--modules-to-save is not for --teacher base: base is the model without"),
