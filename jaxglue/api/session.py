@@ -29,6 +29,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import PromptScorer, PromptScores
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.segments import segment_bucket
@@ -151,6 +152,11 @@ class Session:
     def architecture(self) -> str:
         """Return the model's type."""
         return self._setup.model.model_type
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Return the settings of the adapters in training; None where all weights train."""
+        return self._setup.lora
 
     @property
     def stops(self) -> Collection[int]:

@@ -7,7 +7,7 @@
 
 and in the loop `tinker.ServiceClient(base_url="http://127.0.0.1:8001", api_key=…)`. A request is answered with the name
 of its result, which the SDK asks for; one thread computes results in the order of the requests, but that requests for
-answers by the same saved weights are answered together.
+answers are answered together, by whichever saved weights.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ import re
 import secrets
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 from jaxglue.serve.local import foreign_page
 from jaxglue.terminal.lines import echo
+from jaxglue.tinker.adapters import Adapter, side_by_side
 from jaxglue.tinker.losses import find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam
@@ -47,6 +49,8 @@ _WAIT = 20.0
 _KEPT_RESULTS = 1024
 _KEPT_SAMPLERS = 16
 """Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
+_TOGETHER = 4
+"""Saved weights whose answers are written together: programs are compiled for their ranks."""
 _MOST_SAMPLES = 1024
 _MOST_LIKELY = 100
 _LARGEST_RANK = 4096
@@ -74,7 +78,7 @@ class _Model(NamedTuple):
 
 class _Sampler(NamedTuple):
     model: _Model
-    weights: Params
+    adapter: Adapter
 
 
 class TinkerServer:
@@ -92,8 +96,8 @@ class TinkerServer:
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Sampler] = {}
         self._results: dict[str, Future] = {}
-        self._asked: dict[str, list[tuple[Mapping[str, Any], Future[bytes]]]] = {}
-        """Requests for answers that wait, by their weights."""
+        self._asked: list[tuple[str, Mapping[str, Any], Future[bytes]]] = []
+        """Requests for answers that wait, with the names of their weights."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jaxglue-tinker")
         self._folder = tempfile.TemporaryDirectory(prefix="jaxglue-tinker-")
         posts: dict[str, Callable] = {
@@ -189,14 +193,14 @@ class TinkerServer:
         return self._promise(self._forward_backward, read_loss_request(await _read(http)))
 
     async def _answers(self, http: HttpRequest) -> Response:
-        """Let a request for answers wait for the thread, which takes all those of the same weights at once."""
+        """Let a request for answers wait for the thread, which takes all that wait at once."""
         body = await _read_json(http)
         samples = body.get("num_samples", 1)
         if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
             raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
         result, sampler = Future[bytes](), str(body.get("sampling_session_id") or body.get("model_path"))
-        self._asked.setdefault(sampler, []).append((body, result))
-        self._worker.submit(self._answer_all, sampler)
+        self._asked.append((sampler, body, result))
+        self._worker.submit(self._answer_all)
         name = self._keep(result)
         ids = [f"{name}:{i}" for i in range(samples)]
         return JSONResponse({"request_id": name} | ({"sample_sequence_ids": ids} if "num_samples" in body else {}))
@@ -309,7 +313,8 @@ class TinkerServer:
         self._samplers.pop(name, None)
         while len(self._samplers) >= _KEPT_SAMPLERS:
             del self._samplers[next(iter(self._samplers))]
-        self._samplers[name] = _Sampler(model, model.session.snapshot())
+        assert model.session.lora is not None
+        self._samplers[name] = _Sampler(model, Adapter(model.session.snapshot(), model.session.lora))
         return {"type": "save_weights_for_sampler", **({"path": name} if given else {"sampling_session_id": name})}
 
     def _path(self, model: str, name: str) -> Path:
@@ -323,27 +328,47 @@ class TinkerServer:
             )
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _answer_all(self, name: str) -> None:
-        """Answer the requests that wait for answers by the weights of this name."""
-        waiting = [
-            (body, result) for body, result in self._asked.pop(name, []) if result.set_running_or_notify_cancel()
-        ]
-        asked = list[tuple[_Question, Future[bytes]]]()
-        for body, result in waiting:
-            with _failing([result]):
-                asked.append((self._read_question(name, body), result))
-        if not asked:
-            return
-        with _failing([result for _, result in asked]):
-            sampler = self._samplers[name]
-            found = list[list[Completion]]([] for _ in asked)
-            requests = [question.request for question, _ in asked]
-            for done in sampler.model.session.sample_tokens(requests, (), sampler.weights):
-                found[done.number].append(done)
-            for (question, result), answers in zip(asked, found, strict=True):
-                answers.sort(key=lambda each: each.answer)
+    def _answer_all(self) -> None:
+        """Answer the requests that wait for answers."""
+        asked = dict[str, list[tuple[_Question, Future[bytes]]]]()
+        while self._asked:
+            name, body, result = self._asked.pop(0)
+            if result.set_running_or_notify_cancel():
                 with _failing([result]):
-                    result.set_result(question.response(sampler, answers))
+                    asked.setdefault(name, []).append((self._read_question(name, body), result))
+        for names in self._rounds(asked):
+            pairs = [pair for name in names for pair in asked[name]]
+            with _failing([result for _, result in pairs]):
+                weights, ranks = self._weights(names)
+                requests = [
+                    replace(question.request, ranks=own)
+                    for name, own in zip(names, ranks, strict=True)
+                    for question, _ in asked[name]
+                ]
+                found = list[list[Completion]]([] for _ in pairs)
+                for done in self._samplers[names[0]].model.session.sample_tokens(requests, (), weights):
+                    found[done.number].append(done)
+                for (question, result), answers in zip(pairs, found, strict=True):
+                    answers.sort(key=lambda each: each.answer)
+                    with _failing([result]):
+                        result.set_result(question.response(answers))
+
+    def _rounds(self, names: Iterable[str]) -> list[list[str]]:
+        """Divide saved weights into those whose answers are written together: a few adapters on the same base."""
+        rounds: dict[Any, list[list[str]]] = {}
+        for name in names:
+            sampler = self._samplers[name]
+            alone = not sampler.adapter.is_plain
+            of_base = rounds.setdefault(name if alone else id(sampler.model.session.frozen), [[]])
+            if len(of_base[-1]) == _TOGETHER:
+                of_base.append([])
+            of_base[-1].append(name)
+        return [names for of_base in rounds.values() for names in of_base]
+
+    def _weights(self, names: Sequence[str]) -> tuple[Params, Sequence[np.ndarray | None]]:
+        """Return the parameters of saved weights together, and the ranks of each."""
+        adapters = [self._samplers[name].adapter for name in names]
+        return (adapters[0].weights, [None]) if len(adapters) == 1 else side_by_side(adapters)
 
     def _read_question(self, name: str, body: Mapping[str, Any]) -> "_Question":
         sampler = self._samplers.get(name)
@@ -368,25 +393,26 @@ class TinkerServer:
         session.check_request(request)
         scored = _flag(body, "prompt_logprobs", False) or top > 0
         last = _whole(body, "prompt_logprobs_last_n", len(request.prompt))
-        return _Question(request, top, last if scored else None)
+        return _Question(sampler, request, top, last if scored else None)
 
 
 class _Question(NamedTuple):
     """A request for answers."""
 
+    sampler: _Sampler
     request: Request
     top: int
     """Likely tokens of the prompt's places that are asked for."""
     last: int | None
     """Last tokens of the prompt whose log-probabilities are asked for; None for none."""
 
-    def response(self, sampler: _Sampler, answers: Sequence[Completion]) -> bytes:
+    def response(self, answers: Sequence[Completion]) -> bytes:
         """Return the message with the answers, and the prompt's log-probabilities where these are asked for."""
         found = [(each.tokens, each.log_probs, each.finish == "stop") for each in answers]
         if self.last is None:
             return sample_response(found)
         prompt = [*self.request.prompt]
-        return sample_response(found, *_prompt_scores(sampler, prompt, self.top, self.last))
+        return sample_response(found, *_prompt_scores(self.sampler, prompt, self.top, self.last))
 
 
 @contextmanager
@@ -404,7 +430,7 @@ def _prompt_scores(
     sampler: _Sampler, prompt: Sequence[int], top: int, last: int
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
     """Return log-probabilities of a prompt's last tokens, and the likeliest in their places; the first has none."""
-    scores = sampler.model.session.score_tokens(prompt, top, sampler.weights)
+    scores = sampler.model.session.score_tokens(prompt, top, sampler.adapter.weights)
     log_probs, ids = np.full(len(prompt), np.nan, np.float32), np.zeros((len(prompt), top), np.int32)
     likely = np.full((len(prompt), top), np.nan, np.float32)
     shown = range(max(1, len(prompt) - last), len(prompt))
