@@ -155,6 +155,10 @@ def _said(episode: dict) -> tuple[list, list, bool]:
     return messages, [None if np.isnan(x) else round(x, 4) for x in values], ended
 
 
+def _messages(found: dict[str, object]) -> list[object]:
+    return [line["turns"] for line in found["answers"]]  # type: ignore[attr-defined]
+
+
 def kill_episodes(runs: TinyRuns, kind: str, kills: int, rng: random.Random) -> Counter:
     """Kill runs with an environment and resume them; return counts of what happened."""
     folder, done, kept = runs.work / "run", Counter(), KeptEpisodes()
@@ -170,7 +174,9 @@ def kill_episodes(runs: TinyRuns, kind: str, kills: int, rng: random.Random) -> 
         assert end.status == 0, f"a resumed run failed with status {end.status}:\n{end.output[-3000:]}"
         assert ("go on from their turn" in end.output) == bool(kept.said) and kept.said in end.output, kept.said
         done += Counter(whole=1, compared=kept.check(folder))
-        done["equal to an undisturbed run"] += not unequal(whole.results, results(folder))
+        found = results(folder)
+        done["equal to an undisturbed run"] += not unequal(whole.results, found)
+        done["of the same messages"] += _messages(whole.results) == _messages(found)
         _check_no_remains(folder)
         shutil.rmtree(folder)
         kept = KeptEpisodes()

@@ -116,8 +116,9 @@ class _Play:
         episode = await self._played
         if not episode.ok:
             raise RuntimeError(_failure(episode))
-        (trace,) = (trace for trace in episode.traces if trace.agent.config.harness.id == _HARNESS)
-        return trace.reward if any(reward is not None for reward in trace.rewards.values()) else None
+        played = [trace for trace in episode.traces if trace.agent.config.harness.id == _HARNESS]
+        found = [reward.value for trace in played for reward in trace.rewards.values() if reward is not None]
+        return sum(found) if found else None
 
     async def stop(self) -> None:
         """End the task, wherever it is."""
