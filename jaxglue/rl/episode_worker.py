@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
@@ -310,7 +311,7 @@ def load(request: dict[str, Any]) -> dict[str | None, Callable[..., Any]] | None
 
 def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> None:
     """Hold an environment, and answer requests until the connection ends."""
-    loop, process = asyncio.new_event_loop(), os.getpid()
+    loop, process, begun = asyncio.new_event_loop(), os.getpid(), _surroundings()
     lines = connection.makefile("rb")
     holder: Holder | None = None
     for line in lines:
@@ -321,12 +322,28 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
         try:
             holder = holder or Holder(make_environment(), loop)
             reply = holder.answer(request)
+            if request["do"] == "end":
+                reply["again"] = _surroundings() == begun
             body = json.dumps(reply, default=_number, allow_nan=True)
         except Exception as error:
             body = json.dumps({"error": described(error)})
         if os.getpid() != process:  # a tool forked, and its copy returned
             os._exit(0)
         connection.sendall(body.encode() + b"\n")
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return what an episode may leave behind in its process: programs, threads, the folder and the variables."""
+    programs, threads = (
+        list[str](),
+        [each.name for each in threading.enumerate() if not each.name.startswith("asyncio_")],
+    )
+    for process in (os.getpid(), os.getppid()):
+        with contextlib.suppress(OSError):
+            programs += Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    with contextlib.suppress(OSError):
+        return programs, threads, os.getcwd(), dict(os.environ)
+    return (object(),)  # its folder is gone
 
 
 def _hold(connection: socket.socket, begin: dict[str, Any], factories: Mapping[str | None, Any], memory: int) -> None:

@@ -177,6 +177,33 @@ def test_a_repeated_prompt_has_log_probabilities(served, client):
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0}).status_code == 400
 
 
+def test_token_ids_are_answered_by_token_ids_with_log_probabilities(served, client):
+    """Those of a completion; what would change tokens and is not known is refused."""
+    tokenizer = served[0].tokenizer
+    prompt, sampling = tokenizer.encode("Once upon a time"), {"max_tokens": 5, "temperature": 0.0, "stop_token_ids": []}
+    body = {
+        "model": None,
+        "token_ids": prompt,
+        "sampling_params": {**sampling, "logprobs": 1, "skip_special_tokens": False},
+    }
+    reply = client.post("/inference/v1/generate", json=body).json()
+    (choice,) = reply["choices"]
+    completion = complete(client, prompt=prompt, logprobs=0, **sampling)["choices"][0]
+    ids = choice["token_ids"]
+    assert tokenizer.decode(ids).startswith(completion["text"]) and completion["text"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in ids]
+    values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(values, completion["logprobs"]["token_logprobs"], atol=1e-5)
+    assert choice["finish_reason"] == completion["finish_reason"] and reply["usage"]["completion_tokens"] == len(ids)
+    for change, message in (
+        ({"token_ids": []}, "token_ids must be a list of token ids"),
+        ({"token_ids": [10**6]}, "token id 1000000"),
+        ({"sampling_params": {"logits_processors": ["x"]}}, "logits_processors is not supported"),
+    ):
+        refused = client.post("/inference/v1/generate", json={**body, **change})
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
 def test_an_adapter_is_loaded_and_unloaded_while_serving(served, client, folders):
     plain = complete(client)["choices"][0]["text"]
     alone = Assistant(ServeConfig(model=folders[0], adapter=folders[1]))
