@@ -1,4 +1,6 @@
-"""PyTorch engines of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, set up as documented.
+"""PyTorch engines of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, with Liger's kernels or without.
+
+They are set up as documented.
 
 Imports neither jax nor jaxglue: peers run with their own packages.
 """
@@ -27,7 +29,12 @@ _ENVIRONMENT = {
     "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
-_PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton", "unsloth", "xformers", "bitsandbytes")
+_PACKAGES = (
+    *("torch", "transformers", "peft", "trl", "liger-kernel", "triton"),
+    *("unsloth", "xformers", "bitsandbytes", "vllm"),
+)
+CHECKPOINTING = {"none": False, "device": True, "offload": "unsloth"}
+"""Unsloth's names of what waits for the backward pass: all; checkpoints of layers, on the GPU or in host memory."""
 
 
 def stay_offline() -> None:
@@ -81,10 +88,7 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
     unsloth = import_unsloth()
     import torch
 
-    shared = {
-        "max_seq_length": seq_len,
-        "use_gradient_checkpointing": {"none": False, "device": True, "offload": "unsloth"}[checkpointing],
-    }
+    shared = {"max_seq_length": seq_len, "use_gradient_checkpointing": CHECKPOINTING[checkpointing]}
     model, _ = unsloth.FastLanguageModel.from_pretrained(
         model_name=folder,
         dtype=torch.bfloat16,
@@ -104,6 +108,7 @@ def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, s
 
     `seq_len` is unused.
     """
+    del seq_len
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -124,13 +129,57 @@ def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, s
     lora = LoraConfig.from_pretrained(adapter)
     lora.inference_mode = False
     model = get_peft_model(model, lora)
-    if checkpointing != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+    model.enable_input_require_grads()
+    set_peft_checkpointing(model, checkpointing)
     return model
 
 
-ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft}
+def load_liger(folder: str, **options):
+    """Load PEFT's model with Liger's kernels: norms, rotation, SwiGLU, and the output projection with the loss."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    model = load_peft(folder, **options)
+    _apply_liger_kernel_to_instance(model=model.get_base_model())
+    return model
+
+
+def set_checkpointing(engine: str, model, checkpointing: str, seq_len: int) -> None:
+    """Change where a loaded model's activations wait for the backward pass."""
+    (set_unsloth_checkpointing if engine == "unsloth" else set_peft_checkpointing)(model, checkpointing, seq_len)
+
+
+def set_unsloth_checkpointing(model, checkpointing: str, seq_len: int) -> None:
+    """Do what Unsloth does as it loads a model, and check that its layers do as told."""
+    unsloth = import_unsloth()
+    import torch
+    from unsloth.models import _utils
+
+    wanted = CHECKPOINTING[checkpointing]
+    used = _utils.apply_unsloth_gradient_checkpointing(wanted, seq_len, torch.bfloat16)
+    _utils.prepare_model_for_kbit_training(model, use_gradient_checkpointing=used, use_reentrant=True)
+    model._unsloth_gradient_checkpointing = used
+    unsloth.FastLanguageModel.for_training(model, use_gradient_checkpointing=used)
+    offloads = torch.utils.checkpoint.CheckpointFunction.__name__ == "UnslothCheckpointFunction"
+    layers = {bool(layer.gradient_checkpointing) for layer in model.get_base_model().model.layers}
+    found, expected = (used, offloads, layers), (wanted, wanted == "unsloth", {bool(wanted)})
+    assert found == expected, f"Unsloth's checkpointing: {found} in place of {expected}"
+
+
+def set_peft_checkpointing(model, checkpointing: str, seq_len: int | None = None) -> None:
+    """Switch transformers' checkpointing on or off."""
+    del seq_len
+    if checkpointing == "none":
+        model.gradient_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft, "liger": load_liger}
+
+
+def known_checkpointing(engine: str, tried: list[str]) -> list[str]:
+    """Return the kinds of checkpointing that an engine has; transformers' stays on the GPU."""
+    return tried if engine == "unsloth" else list(dict.fromkeys(kind if kind == "none" else "device" for kind in tried))
 
 
 def load(engine: str, folder: str, adapter: str, **options):
