@@ -32,14 +32,13 @@ import numpy as np
 from gpus import ask_gpu
 from inputs import make_description
 from measure import table, write_results
+from peers.engines import VLLM_ENVIRONMENT
 from peers.host import HostMemory
 from shapes import SHAPES
 
 NAME = "model"
-SPECIAL = 300
-"""Prompts draw tokens from here, beyond special ones and single bytes."""
-KNOWN = 2000
-"""Tokens that the tokenizer of `inputs.py` surely has."""
+END = 0
+"""Token that ends an answer."""
 
 
 class Answer(NamedTuple):
@@ -51,14 +50,24 @@ class Answer(NamedTuple):
     seconds: float
 
 
-def make_requests(count: int, prompt: tuple[int, int], answer: tuple[int, int]) -> list[dict]:
+def make_model(folder: Path, config: dict) -> None:
+    """Write a description, and a tokenizer that has a text for each token: some servers send no empty ones."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    make_description(folder, config | {"eos_token_id": END})
+    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(config["vocab_size"])}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0", pad_token="t0").save_pretrained(folder)
+
+
+def make_requests(count: int, vocabulary: int, prompt: tuple[int, int], answer: tuple[int, int]) -> list[dict]:
     """Draw the requests of a round; the same for the same arguments."""
     rng = np.random.default_rng(0)
     prompts, answers = (rng.integers(*sizes, size=count, endpoint=True).tolist() for sizes in (prompt, answer))
     shared = {"model": NAME, "temperature": 1.0, "top_p": 1.0}
     return [
-        {"prompt": rng.integers(SPECIAL, KNOWN, size).tolist(), "max_tokens": most, "seed": number, **shared}
-        for number, (size, most) in enumerate(zip(prompts, answers, strict=True))
+        {"prompt": rng.integers(END + 1, vocabulary, size).tolist(), "max_tokens": most, **shared}
+        for size, most in zip(prompts, answers, strict=True)
     ]
 
 
@@ -122,7 +131,7 @@ def command_of(server: str, model: Path, port: int, args: argparse.Namespace) ->
         *shlex.split(args.vllm_flags),
     ]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_PTXAS_PATH")}
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment |= VLLM_ENVIRONMENT
     environment |= {"PYTHONPATH": str(args.vllm_path)} if args.vllm_path else {}
     return [args.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags], environment
 
@@ -167,7 +176,8 @@ def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> li
     command, environment = command_of(server, model, args.port, args)
     with serving(command, environment, args.port, log, args.limit) as start:
         for streams in args.streams:
-            requests = make_requests(streams * args.requests, tuple(args.prompt), (args.longest // 4, args.longest))
+            sizes = SHAPES[args.shape]["vocab_size"], tuple(args.prompt), (args.longest // 4, args.longest)
+            requests = make_requests(streams * args.requests, *sizes)
             asyncio.run(ask_all(args.port, requests, streams, stream=False))
             whole, seconds = asyncio.run(ask_all(args.port, requests, streams, stream=False))
             streamed, _ = asyncio.run(ask_all(args.port, requests, streams, stream=True))
@@ -228,7 +238,7 @@ def main() -> None:
         logs = args.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         model = Path(scratch) / args.shape
-        make_description(model, SHAPES[args.shape])
+        make_model(model, SHAPES[args.shape])
         for server in args.servers:
             try:
                 rows += measure(server, model, args, logs / f"{server}.log")

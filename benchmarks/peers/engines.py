@@ -29,6 +29,14 @@ _ENVIRONMENT = {
     "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # of top-k and top-p, which the benchmarks leave off
+    "VLLM_USE_DEEP_GEMM": "0",  # of FP8
+}
+"""Of vLLM without network, flashinfer and DeepGEMM."""
 _PACKAGES = (
     *("torch", "transformers", "peft", "trl", "liger-kernel", "triton"),
     *("unsloth", "xformers", "bitsandbytes", "vllm"),

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -252,6 +253,7 @@ def main() -> None:
     parser.add_argument("--given", action="store_true", help="answers are random tokens, not sampled")
     args = parser.parse_args()
     engines.stay_offline()  # TRL waits for its telemetry
+    os.environ.update(engines.VLLM_ENVIRONMENT if args.vllm else {})
     began = time.perf_counter()
     with np.load(args.inputs) as stored:
         prompts, lengths, config = stored["prompts"], stored["lengths"], json.loads(str(stored["config"]))

@@ -2,13 +2,14 @@
 
     python benchmarks/peers/pack_vllm.py .vllm --mebibytes 40     # .vllm/1, .vllm/2, …: pieces and join.sh
     bash .vllm/2/join.sh /tmp/vllm                                # there, after each arrived: the last one joins all
-    PYTHONPATH=/tmp/vllm/site python3 -m vllm.entrypoints.cli.main serve …
+    python benchmarks/serve_peers.py --vllm-path /tmp/vllm/site
 
 vLLM 0.24.0 is the newest that takes torch 2.11. What decoding on one Hopper GPU does not load stays behind: the
 FlashAttention 2 build (Hopper takes 3), other architectures' machine code (zeros in its place, so that offsets stay),
 the Rust frontend, kernels and headers that are compiled for FP8 experts and Blackwell, and needs that are imported for
-these alone (flashinfer, cutlass, tilelang, quack, humming). Programs for sm_80 stay where a kernel has none for sm_90:
-the driver compiles these.
+these alone (flashinfer, cutlass, tilelang, quack, humming): `engines.VLLM_ENVIRONMENT` says so to it, and sampling from
+the whole vocabulary does not use them. Programs for sm_80 stay where a kernel has none for sm_90: the driver compiles
+these.
 """
 
 import argparse
@@ -47,15 +48,11 @@ NEEDS = (
 """What it imports that an image with torch, transformers, JAX and aiohttp lacks; each a wheel."""
 TAGS = "manylinux_2_31", "manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1"
 LEFT_OUT = (
-    *("vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/_qutlass_C", "vllm/_flashmla", "vllm/third_party/"),
-    *(
-        "vllm/benchmarks/",
-        "pycountry/locales/",
-        "mistral_common/data/",
-        "vllm/entrypoints/serve/instrumentator/static/",
-    ),
+    *("vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/_qutlass_C", "vllm/_flashmla", "vllm/benchmarks/"),
+    *("vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/", "vllm/entrypoints/serve/instrumentator/static/"),
+    *("pycountry/locales/", "mistral_common/data/"),
 )
-"""Beginnings of paths; of `vllm/third_party`, the modules stay."""
+"""Beginnings of paths."""
 _CONTAINER, _ELF, _PTX, _HOPPER = 0xBA55ED50, 2, 1, 90
 _JOIN = """\
 #!/usr/bin/env bash
@@ -117,18 +114,11 @@ def download(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def is_kept(name: str) -> bool:
-    """Return whether a wheel's file is needed to decode."""
-    if name.startswith("vllm/third_party/"):
-        return name.endswith(".py")
-    return not name.startswith(LEFT_OUT)
-
-
 def unpack(wheel: Path, site: Path) -> None:
     """Unpack what is kept of a wheel."""
     with zipfile.ZipFile(wheel) as packed:
-        for name in filter(is_kept, packed.namelist()):
-            if name.endswith("/"):
+        for name in packed.namelist():
+            if name.endswith("/") or name.startswith(LEFT_OUT):
                 continue
             content = packed.read(name)
             path = site / name.partition(".data/purelib/")[2] if ".data/purelib/" in name else site / name

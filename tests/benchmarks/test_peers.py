@@ -52,7 +52,7 @@ def test_pieces_are_joined_once_all_have_arrived(tmp_path):
         wheel.writestr("vllm/engine.py", content)
         wheel.writestr("vllm/vllm-rs", b"left out")
         wheel.writestr("vllm/third_party/deep_gemm/x.hpp", b"left out")
-        wheel.writestr("vllm/third_party/__init__.py", b"kept")
+        wheel.writestr("vllm/third_party/pynvml.py", b"kept")
     command = [sys.executable, str(PEERS / "pack_vllm.py"), str(tmp_path / "pack"), "--wheels", str(wheels)]
     subprocess.run([*command, "--mebibytes", "0.12"], check=True)
     pieces = sorted((tmp_path / "pack").iterdir(), key=lambda path: int(path.name))
@@ -62,7 +62,7 @@ def test_pieces_are_joined_once_all_have_arrived(tmp_path):
         subprocess.run(["bash", str(piece / "join.sh"), str(there)], check=True)
     found = (there / "site/vllm/engine.py").read_bytes()
     assert hashlib.sha256(found).digest() == hashlib.sha256(content).digest()
-    assert sorted(path.name for path in (there / "site/vllm").rglob("*.*")) == ["__init__.py", "engine.py"]
+    assert sorted(path.name for path in (there / "site/vllm").rglob("*.*")) == ["engine.py", "pynvml.py"]
 
 
 def test_batches_by_length_hold_every_pair_once():
@@ -101,5 +101,5 @@ def test_ours_beside_vllm_for_each_number_of_requests():
     assert serve_peers.ratios(rows) == [
         {"at a time": 64, "tokens/s, ours of vLLM's": "0.90", "first token, p50": "2.00"}
     ]
-    one, other = (serve_peers.make_requests(8, (8, 16), (4, 8)) for _ in range(2))
+    one, other = (serve_peers.make_requests(8, 100, (8, 16), (4, 8)) for _ in range(2))
     assert one == other and {4 <= request["max_tokens"] <= 8 for request in one} == {True}
