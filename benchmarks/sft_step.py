@@ -81,9 +81,14 @@ class Row:
         return self.shape + (f"-{self.layers}" if self.layers else "")
 
 
-_ALL = "offload", "device", "none"
-"""All kinds of checkpointing, that which takes most memory last."""
-_SMALL: dict[str, Any] = {"tokens": 2048, "checkpointing": _ALL[::-1], "engines": ENGINES, "steps": 30}
+_ALL = "device", "offload", "none"
+"""All kinds of checkpointing: what takes most memory last, what leaves pinned memory to the process not first."""
+_SMALL: dict[str, Any] = {
+    "tokens": 2048,
+    "checkpointing": ("none", "device", "offload"),
+    "engines": ENGINES,
+    "steps": 30,
+}
 """A small batch, which most people train on."""
 ROWS = {
     "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),

@@ -111,10 +111,10 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
     )
 
 
-def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):
-    """Load AutoModelForCausalLM with the targets of a PEFT folder, experts among them; `checkpointing` none or device.
+def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int, loader=None):
+    """Load a model with the targets of a PEFT folder, experts among them; `checkpointing` none or device.
 
-    `seq_len` is unused.
+    `loader` is AutoModelForCausalLM or a class like it; `seq_len` is unused.
     """
     del seq_len
     import torch
@@ -131,7 +131,7 @@ def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, s
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     attention = _varlen_attention() if cuda else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
+    model = (loader or AutoModelForCausalLM).from_pretrained(
         folder, attn_implementation=attention, device_map={"": 0 if cuda else "cpu"}, **options
     )
     lora = LoraConfig.from_pretrained(adapter)
@@ -144,11 +144,9 @@ def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, s
 
 def load_liger(folder: str, **options):
     """Load PEFT's model with Liger's kernels: norms, rotation, SwiGLU, and the output projection with the loss."""
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
-    model = load_peft(folder, **options)
-    _apply_liger_kernel_to_instance(model=model.get_base_model())
-    return model
+    return load_peft(folder, **options, loader=AutoLigerKernelForCausalLM)
 
 
 def set_checkpointing(engine: str, model, checkpointing: str, seq_len: int) -> None:
@@ -160,12 +158,11 @@ def set_unsloth_checkpointing(model, checkpointing: str, seq_len: int) -> None:
     """Do what Unsloth does as it loads a model, and check that its layers do as told."""
     unsloth = import_unsloth()
     import torch
-    from unsloth.models import _utils
+    from unsloth.models import llama
 
     wanted = CHECKPOINTING[checkpointing]
-    used = _utils.apply_unsloth_gradient_checkpointing(wanted, seq_len, torch.bfloat16)
-    _utils.prepare_model_for_kbit_training(model, use_gradient_checkpointing=used, use_reentrant=True)
-    model._unsloth_gradient_checkpointing = used
+    used = llama.apply_unsloth_gradient_checkpointing(wanted, seq_len, torch.bfloat16)
+    llama.prepare_model_for_kbit_training(model, use_gradient_checkpointing=used, use_reentrant=True)
     unsloth.FastLanguageModel.for_training(model, use_gradient_checkpointing=used)
     offloads = torch.utils.checkpoint.CheckpointFunction.__name__ == "UnslothCheckpointFunction"
     layers = {bool(layer.gradient_checkpointing) for layer in model.get_base_model().model.layers}

@@ -35,23 +35,24 @@ def milliseconds(function, repeats: int) -> float:
     return sorted(times[2:])[repeats // 2]
 
 
+def make_config(shape: str, way: str):
+    """Return the configuration of a layer's experts."""
+    from transformers import AutoConfig
+
+    hidden, width, count, per_token = SHAPES[shape]
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
+    sizes |= {"num_experts": count, "num_experts_per_tok": per_token}
+    return AutoConfig.for_model("qwen3_moe", **sizes, experts_implementation=way)
+
+
 def make_experts(shape: str):
     """Return a layer's frozen experts with random weights."""
     import torch
-    from transformers import AutoConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    hidden, width, count, per_token = SHAPES[shape]
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        hidden_size=hidden,
-        moe_intermediate_size=width,
-        num_experts=count,
-        num_experts_per_tok=per_token,
-    )
     cuda = torch.cuda.is_available()
     with torch.device("cuda" if cuda else "cpu"):
-        experts = Qwen3MoeExperts(config).to(torch.bfloat16 if cuda else torch.float32)
+        experts = Qwen3MoeExperts(make_config(shape, WAYS[0])).to(torch.bfloat16 if cuda else torch.float32)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return experts.requires_grad_(False)
@@ -71,7 +72,7 @@ def measure(shape: str, tokens: int, repeats: int) -> list[dict]:
     dout = torch.randn_like(x)
     rows, first = [], None
     for way in WAYS:
-        experts.config._experts_implementation = way
+        experts.config = make_config(shape, way)
         out = experts(x, chosen, weights).detach()
         first = out if first is None else first
         forward = milliseconds(lambda: experts(x, chosen, weights), repeats)
