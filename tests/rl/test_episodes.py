@@ -374,7 +374,7 @@ def test_tokens_stay_as_they_were_sampled_and_those_of_tools_do_not_count(play, 
     assert np.isnan(sample.log_probs[~sample.counted]).all() and sample.ended
 
 
-@thorough("test_episodes.py")
+@thorough("rl/test_episodes.py")
 @pytest.mark.parametrize("history", ["append", "branch"])
 def test_no_token_of_a_long_episode_is_tokenized_again(tokenizer, history):
     """60,000 tokens over 36 turns, drawn at random, so that their text has other tokens."""
