@@ -107,7 +107,9 @@ KINDS = {
     "grpo": Kind(_GRPO),
     "grpo-mesh": Kind(f"{_GRPO} --mesh fsdp=2 --batch-size 2", devices=2),
     "episodes": Kind(_EPISODES.replace("CLASS", "Keys"), model="calculator"),
-    "episodes-saving": Kind(_EPISODES.replace("CLASS", "Saving"), model="calculator"),
+    "episodes-saving": Kind(
+        f"{_EPISODES.replace('CLASS', 'Saving')} --importance-sampling-mode none", model="calculator"
+    ),
     "processes": Kind("--data {work}/chats.jsonl --batch-size 2 --eval-fraction 0.2", processes=2),
 }
 

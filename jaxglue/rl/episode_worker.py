@@ -21,7 +21,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
@@ -311,7 +310,7 @@ def load(request: dict[str, Any]) -> dict[str | None, Callable[..., Any]] | None
 
 def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> None:
     """Hold an environment, and answer requests until the connection ends."""
-    loop, process, begun = asyncio.new_event_loop(), os.getpid(), _surroundings()
+    loop, process, begun = asyncio.new_event_loop(), os.getpid(), _left()
     lines = connection.makefile("rb")
     holder: Holder | None = None
     for line in lines:
@@ -323,7 +322,7 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
             holder = holder or Holder(make_environment(), loop)
             reply = holder.answer(request)
             if request["do"] == "end":
-                reply["again"] = _surroundings() == begun
+                reply["again"] = _left() == begun
             body = json.dumps(reply, default=_number, allow_nan=True)
         except Exception as error:
             body = json.dumps({"error": described(error)})
@@ -332,17 +331,14 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
         connection.sendall(body.encode() + b"\n")
 
 
-def _surroundings() -> tuple[Any, ...]:
-    """Return what an episode may leave behind in its process: programs, threads, the folder and the variables."""
-    programs, threads = (
-        list[str](),
-        [each.name for each in threading.enumerate() if not each.name.startswith("asyncio_")],
-    )
+def _left() -> tuple[Any, ...]:
+    """Return what an episode may leave behind in its process: programs that it started, and another folder."""
+    programs = list[str]()
     for process in (os.getpid(), os.getppid()):
         with contextlib.suppress(OSError):
             programs += Path(f"/proc/{process}/task/{process}/children").read_text().split()
     with contextlib.suppress(OSError):
-        return programs, threads, os.getcwd(), dict(os.environ)
+        return programs, os.getcwd()
     return (object(),)  # its folder is gone
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from selection import thorough
+from selection import repeats, thorough
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.objectives.advantages import Rewards
@@ -180,7 +180,7 @@ class Unwell(Counter):
             print("y" * 2**22, file=sys.stderr)
 
     def leaves(self) -> str:
-        """Leave a program, a thread, a folder and a variable."""
+        """Leave a program, a folder and a variable."""
         subprocess.Popen(["sleep", "1001"])
         os.chdir("/")
         os.environ["LEFT"] = "x"
@@ -486,7 +486,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", repeats(FAULTS, "half", "number", "memory", "nan", "infinite", "text", "list", "state")
+)
 def test_a_class_that_fails_harms_no_other_episode(play, games, caplog, tmp_path, fault):
     said = [[call("add", number=2), "x"]] * 2
     with EpisodeFile(tmp_path / "episodes", {}) as journal:
@@ -510,7 +512,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", repeats(CALLS, "stop", "unsaid", "wordless", "deep", "odd", "closing", "blocks", "bomb")
+)
 def test_a_hostile_call_is_told_or_ends_its_episode_alone(play, games, name):
     result, reason = CALLS[name]
     said = [[call(name), "x"], [call("add", number=2), call("sees"), "y"]]

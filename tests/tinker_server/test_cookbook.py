@@ -19,7 +19,7 @@ from tests.tinker_server.test_server import KEY, MODEL, SETTINGS
 
 PYTHON = os.environ.get("JAXGLUE_COOKBOOK")
 pytestmark = [
-    thorough("test_server.py"),
+    thorough("tinker_server/test_server.py"),
     pytest.mark.skipif(PYTHON is None, reason="JAXGLUE_COOKBOOK names no Python with tinker-cookbook"),
 ]
 
