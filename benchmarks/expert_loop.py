@@ -17,8 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import moe
 from jaxglue.ops.moe import ExpertLora, Routing
-from jaxglue.ops.moe.reference import scaled
-from jaxglue.ops.moe.reference import Activation, activate
+from jaxglue.ops.moe.reference import Activation, activate, scaled
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
