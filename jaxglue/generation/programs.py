@@ -430,7 +430,11 @@ class EnginePrograms:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        hidden, matrix, softcap = with_low_rank(output, norm(x[0])), extended_matrix(output), self._softcap
+        hidden, matrix, softcap = (
+            with_low_rank(output, norm(x[0]), window.ranks),
+            extended_matrix(output),
+            self._softcap,
+        )
         products = self._multiply_head(hidden, matrix)
         logits, positions = cap_logits(products, softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
