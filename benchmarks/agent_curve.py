@@ -152,8 +152,8 @@ def main() -> None:
             results.append({"run": name, **{key: round(float(value), 3) for key, value in means.items()}})
             results[-1] |= {"seconds": round(time.perf_counter() - begun), "by step": [round(v, 4) for v in values]}
             print({key: value for key, value in results[-1].items() if key != "by step"}, flush=True)
-    if args.json:
-        write_results(args.json, results)
+            if args.json:
+                write_results(args.json, results)
 
 
 if __name__ == "__main__":
