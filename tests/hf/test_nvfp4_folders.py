@@ -50,6 +50,21 @@ def folder(tmp_path_factory, tiny_config):
     return folder
 
 
+def test_values_are_those_of_modelopt():
+    files, made = TensorFiles([GOLDENS / "modelopt.safetensors"]), FORMATS["nvfp4_modelopt"]
+    matrix, expected = files.read("matrix"), files.read("values")
+    read = jax.tree.map(jnp.asarray, made.find(files, "weight", matrix.shape).read(files))
+    np.testing.assert_array_equal(dequantize(read, jnp.float32), expected)
+    ours = made.quantize(jnp.asarray(matrix))
+    np.testing.assert_array_equal(dequantize(ours, jnp.float32), expected)
+    stored = made.tensors("weight", ours)
+    assert {name: (x.shape, x.dtype) for name, x in stored.items()} == {
+        name: (files.tensors[name].shape, files.tensors[name].dtype) for name in stored
+    }
+    used = expected.reshape(*stored["weight_scale"].shape, -1).any(-1)  # ModelOpt gives blocks of zeros the scale one
+    np.testing.assert_array_equal(stored["weight_scale"][used], files.read("weight_scale")[used])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_values_are_those_of_compressed_tensors(dtype):
     files = TensorFiles([GOLDENS / "nvfp4.safetensors"])

@@ -1,5 +1,7 @@
 """Weights served with their adapter merged: rounding, gradients straight through it, and the kernel."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,16 @@ import pytest
 
 from jaxglue.ops.backend import HOPPER, tracing_for
 from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
-from jaxglue.ops.projection.served import MERGE, merge
+from jaxglue.ops.projection.dora import magnitude_gain, row_norms
+from jaxglue.ops.projection.served import MERGE, ReferenceMerge, merge, merge_experts
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.k_quants import quantize_super_blocks
-from jaxglue.ops.quant.served import SERVE_AS, is_sensitive
+from jaxglue.ops.quant.served import SERVE_AS, ServedStored, is_sensitive
+from jaxglue.ops.quant.stack import Stack
 
 OUT, IN, RANK = 96, 512, 5
-CASES = [("nvfp4", False), ("nf4", False), ("q4_k_m", False), ("q4_k_m", True)]
+STORED = ["nvfp4 stored", "nf4 stored", "mxfp4 stored"]
+CASES = [("nvfp4", False), ("nf4", False), ("q4_k_m", False), ("q4_k_m", True), *((kind, False) for kind in STORED)]
 
 
 class Layer:
@@ -29,6 +34,8 @@ def normal(seed, *shape, std=1.0):
 def held(kind, sensitive=False, out=OUT, columns=IN, dtype=jnp.float32):
     """Return a matrix with a block of zeros and an outlier, on its grid."""
     matrix = normal(0, out, columns, std=0.02).at[0, :256].set(0).at[1, 3].set(0.5)
+    if kind in STORED:
+        return ServedStored.of(FORMATS[kind.removesuffix(" stored")].quantize(matrix.astype(dtype)))
     return SERVE_AS[kind].hold(matrix.astype(dtype), sensitive=sensitive)
 
 
@@ -56,6 +63,25 @@ def test_merges_take_the_nearest_level_and_are_stored_so(kind, sensitive):
         np.testing.assert_array_equal(packed.dequantize(jnp.float32), got.astype(np.float32))
     else:
         assert packed.shape == (OUT, IN // 256 * (210 if sensitive else 144))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_stored_matrix_moves_on_average_by_a_delta_of_a_hundredth_of_a_step(kind):
+    weight = held(kind, out=256)
+    stored = weight.stored.dequantize(jnp.float32)
+    np.testing.assert_array_equal(weight.dequantize(jnp.float32), stored)
+    step = np.repeat(weight.levels.step, weight.block, axis=1)
+    ones, delta = jnp.ones((256, 1)), 0.01 * np.median(step[step > 0])
+    moved = np.asarray(merge(weight, jnp.full((1, IN), delta), ones, jnp.float32) - stored)[2:]
+    assert 0.002 < (moved != 0).mean() < 0.1
+    assert moved.mean() == pytest.approx(delta, rel=0.15)
+
+
+def test_a_gain_scales_rows_before_they_are_rounded():
+    weight, (A, up), gain = held("nf4"), factors(), normal(3, OUT, std=0.1) + 1
+    got = merge(weight, A, up, jnp.float32, gain)
+    total = gain[:, None] * (weight.matrix + jnp.matmul(up, A, precision="highest"))
+    np.testing.assert_array_equal(got, replace(weight, matrix=total).dequantize(jnp.float32))
 
 
 @pytest.mark.parametrize("sensitive", [False, True])
@@ -129,6 +155,53 @@ def test_interpreted_kernel_matches_the_reference(kind, sensitive, interpreted):
     expected = merge(weight, A, up, jnp.float32, backend="reference")
     with MERGE.using(interpreted(TritonMerge)(compute_capability=90, precision="ieee")):
         assert_alike(merge(weight, A, up, jnp.float32), expected, weight, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4 stored"])
+def test_interpreted_kernel_merges_each_experts_adapter_and_gains(kind, interpreted):
+    from jaxglue.ops.projection.served_triton import TritonMerge
+
+    E, out, columns = 3, 40, 256
+    rows = held(kind, out=E * out, columns=columns)
+    weight = Stack(rows=rows, out=out)
+    A, up = normal(1, E, RANK, columns, std=0.05), normal(2, E, out, RANK, std=0.05)
+    expected = merge_experts(weight, A, up, jnp.float32, backend="reference")
+    for expert in range(E):
+        own = rows.part(slice(expert * out, (expert + 1) * out))
+        np.testing.assert_array_equal(expected[expert], merge(own, A[expert], up[expert], jnp.float32))
+    gain = normal(3, E * out, std=0.1) + 1
+    kernels = interpreted(TritonMerge)(compute_capability=90, precision="ieee")
+    scaled = ReferenceMerge().merge(rows, A, up, jnp.float32, gain)
+    with MERGE.using(kernels):
+        assert_alike(
+            merge_experts(weight, A, up, jnp.float32).reshape(E * out, columns),
+            expected.reshape(E * out, columns),
+            rows,
+            1e-4,
+        )
+        assert_alike(kernels.merge(rows, A, up, jnp.float32, gain), scaled, rows, 1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_magnitudes_of_served_weights_train(dora):
+    weight, x, dy, (A, B) = held("nvfp4"), normal(3, 6, IN), normal(5, 6, OUT), factors()
+    magnitude = row_norms(weight) * 1.1
+
+    def loss(x, A, B, magnitude):
+        adapter = LowRankAdapter(A=A, B=B, magnitude=magnitude if dora else None)
+        return (adapted_projection(x, [Projection(weight=weight, adapter=adapter)], Layer())[0] * dy).sum()
+
+    def plain(x, A, B, magnitude):
+        fixed = jax.lax.stop_gradient
+        gain = magnitude_gain(weight, A, B, magnitude, dtype=jnp.float32) if dora else jnp.ones(OUT)
+        merged = fixed(weight.merged(jnp.matmul(B, A, precision="highest"), jnp.float32, gain))
+        beside = (fixed(x) @ A.T @ B.T) * fixed(gain)
+        return ((x @ merged.T) * (gain / fixed(gain)) * dy + (beside - fixed(beside)) * dy).sum()
+
+    with jax.default_matmul_precision("highest"):
+        pairs = zip(*(jax.grad(f, argnums=(0, 1, 2, 3))(x, A, B, magnitude) for f in (loss, plain)), strict=True)
+    for got, expected in pairs:
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()) + 1e-7)
 
 
 def test_the_kernel_compiles_for_a_gpu_and_leaves_one_temporary(h200):
