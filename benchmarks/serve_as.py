@@ -120,8 +120,8 @@ def rounded(total: jax.Array, kind: str, name: str, layers: int, dtype) -> jax.A
 def measure(folder: Path, name: str, corpus: np.ndarray, args: argparse.Namespace) -> Iterator[dict]:
     """Yield the losses of a task's variants, with the share of the gain in 16 bits that each keeps."""
     task = Task(corpus, args)
-    bases = {"16 bits": folder} | {kind: folder.with_name(f"{folder.name}-{kind}") for kind in STORED}
-    for base, own in bases.items():
+    for base in args.bases:
+        own = folder if base == "16 bits" else folder.with_name(f"{folder.name}-{base}")
         plain, timed = task.train(task.load(own))
         gain = timed["before"] - timed["loss"]
         row = {"task": name, "base": base, "base's loss": timed["before"], "gain in 16 bits": gain}
@@ -147,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", default="transformers", help="an installed package whose sources are a task")
     parser.add_argument("--tasks", type=int, default=3, help="of the three")
+    parser.add_argument("--bases", nargs="+", choices=["16 bits", *STORED], default=["16 bits", *STORED])
     parser.add_argument("--formats", nargs="+", choices=list(SERVE_AS), default=list(SERVE_AS))
     parser.add_argument("--model", type=Path, help="folder of the pretrained model, made if there is none")
     parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 256")

@@ -419,8 +419,7 @@ class DecoderConfig:
             )
         if made.label == "nf4" and moe:
             raise ValueError(f"{made.flag}: no folder holds experts in NF4: use --serve-as nvfp4 or q4_k_m")
-        if self.quantize not in ("none", made.label):
-            label = FORMATS[self.quantize].label
+        if (label := FORMATS[self.quantize].label) not in ("none", made.label):
             raise ValueError(f"{made.flag}: the model folder is in {label}: serve it as {label}, or name the original")
         if how in STORED.values() and self.quantize == "none":
             raise ValueError(f"the adapter was trained on weights in {made.label}, and the model folder's are not")

@@ -116,12 +116,16 @@ def _merge_experts(linear: ExpertLinear, label: str) -> str:
         merged = dequantize(weight, dtype) if scaled is None else merge_experts(weight, *scaled, dtype)
         linear.weight = nnx.Param(merged)
         return "none"
-    delta = scaled and jnp.matmul(scaled[1], scaled[0], precision="highest").reshape(weight.rows.shape)
+    delta = None
+    if scaled is not None:
+        delta = jnp.matmul(scaled[1], scaled[0], precision="highest").reshape(weight.rows.shape)
     packed = weight.rows.pack(weight.rows.codes(delta))
-    if linear.weight is None:
-        linear.blocks = nnx.Param(packed.blocks.reshape(linear.blocks.get_value().shape))
-    else:
+    if linear.weight is not None:
         linear.weight = nnx.Param(Stack(rows=packed, out=weight.out))
+        return label
+    for part in FORMATS[label].parts:
+        own = getattr(linear, part)
+        setattr(linear, part, nnx.Param(getattr(packed, part).reshape(own.get_value().shape)))
     return label
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -138,8 +139,10 @@ def _export_rounded(
         raise ValueError(f"the adapter was trained to be served in {label}: leave out --quantize {quantize}")
     if served and label not in FORMATS:
         raise ValueError(f"the adapter was trained to be served in {label}: write it with --gguf {label}")
-    asked = "fp8_stored" if quantize == "fp8" else quantize
-    made = FORMATS[label if served and quantize == "none" else asked]
+    if served and quantize == "none":
+        stored = config_from_hf(read_config(base)).quantize
+        quantize = label if stored == "none" else stored
+    made = FORMATS["fp8_stored" if quantize == "fp8" else quantize]
     if served and made.parts:
         specs, read = merge.specs, merge.read
     elif served:
@@ -187,6 +190,7 @@ class MergedTensors:
 
     def __init__(self, base: Path, folder: Path | None = None, storage: Quantize | None = None):
         warn_of_adapter_inside(base, folder)
+        self._holding = Lock()
         self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
@@ -331,9 +335,13 @@ class MergedTensors:
         """Return the values of a quantized parameter as the adapter was trained on them."""
         return np.asarray(dequantize(self._held(name), dtype))
 
-    @lru_cache(maxsize=1)  # noqa: B019  # likewise
     def _held(self, name: str) -> Any:
-        """Return a quantized parameter as the model held it in training."""
+        """Return a quantized parameter as the model held it in training; threads that read its parts share it."""
+        with self._holding:
+            return self._hold(name)
+
+    @lru_cache(maxsize=1)  # noqa: B019  # likewise
+    def _hold(self, name: str) -> Any:
         value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
         sensitive = is_sensitive(name, self.config.num_hidden_layers)
         return hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value), sensitive=sensitive)

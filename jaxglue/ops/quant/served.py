@@ -387,6 +387,10 @@ class ServedStored(Served):
         """Return the matrix as its folder has it."""
         return self.stored.dequantize(dtype)
 
+    def dequantize(self, dtype) -> Float[Array, "out in"]:
+        """Compute the values of the matrix without an adapter, which are its folder's."""
+        return self.original(dtype)
+
     def encode(self, units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
         """Return the codes of the levels nearest to values in units of their steps."""
         return self.coding.encode(units)
