@@ -255,7 +255,8 @@ class MergedTensors:
             return self._read_blocks(self._blocks[name])
         if name in self.served:
             held, spec = self._held_rows(name), self.specs[name]
-            return np.asarray(held.merged(*self._change(name, held), spec.dtype)).reshape(spec.shape)
+            delta, gain = self._change(name, held)
+            return np.asarray(held.merged(delta, spec.dtype, gain)).reshape(spec.shape)
         if name in self._projector:
             return self._projector[name].astype(self.specs[name].dtype)
         weight = self._read_base(name)

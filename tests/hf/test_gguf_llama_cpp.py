@@ -23,6 +23,7 @@ from jaxglue.generation.engine import Engine
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.export_check import TRAINED_FILE, trained_rows
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
@@ -510,6 +511,24 @@ def test_command_measures_importance_on_data(make_folder, write_jsonl, chat_rows
     changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
     matrices = {name for name in plain if name.startswith("blk.") and "norm" not in name}
     assert changed == matrices
+
+
+def test_rows_that_a_run_kept_weigh_errors_unless_told_not_to(make_folder, make_adapter, tmp_path):
+    adapter, rng = make_adapter(make_folder("qwen3"), ("q_proj",)), np.random.default_rng(0)
+    offsets = np.cumsum([0, *rng.integers(1, 900, 20)])
+    kept = trained_rows(rng.integers(0, 420, offsets[-1], dtype=np.int32), offsets)
+    assert kept.tokens.shape[1] == 512
+    assert int((kept.segments.segment_ids > 0).sum()) == np.minimum(np.diff(offsets), 512).sum(), "all documents"
+    kept.save(adapter.parent / TRAINED_FILE)
+    flags = ["export", "--gguf", "q4_k_m", "--adapter", str(adapter), "--output"]
+    main([*flags, str(tmp_path / "weighed")])
+    main([*flags, str(tmp_path / "plain"), "--imatrix", "none"])
+    weighed, plain = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name / f"{name}-q4_k_m.gguf").tensors}
+        for name in ("weighed", "plain")
+    )
+    changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
+    assert changed == {name for name in plain if name.startswith("blk.") and "norm" not in name}
 
 
 @pytest.mark.parametrize(

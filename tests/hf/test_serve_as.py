@@ -116,7 +116,8 @@ def mixture(tmp_path, tiny_config):
 )
 def test_a_mixture_in_the_format_predicts_as_training_did(family, stored, served, mixture, tmp_path):
     base = mixture(family, stored)
-    lora = LoraConfig(rank=2, targets=("q_proj", "gate_up_proj", "down_proj"))
+    others = () if family == "gpt_oss" else ("q_proj",)  # its other layers are merged in bfloat16
+    lora = LoraConfig(rank=2, targets=("gate_up_proj", "down_proj", *others))
     trained = written(base, config_from_hf(read_config(base)).quantized(served), tmp_path / "adapter", served, lora)
     expected = logits(base, trained, served)
     export_adapter(trained.folder, base, tmp_path / "written")

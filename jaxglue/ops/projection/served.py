@@ -76,7 +76,7 @@ MERGE = Operation(
             reads={
                 MergeCall: ("weight", "rank"),
                 ServedNVFP4: ("matrix", "scales", "divisors"),
-                ServedNF4: ("matrix", "scales"),
+                ServedNF4: ("matrix", "scales", "scale_absmax", "scale_offset"),
                 ServedKQuant: ("matrix", "scale", "minimum", "scale_levels", "minimum_levels", "top"),
                 ServedStored: ("stored", "seeds"),
                 **dict.fromkeys((NVFP4, NF4, MXFP4)),

@@ -44,15 +44,15 @@ def _places(seeds, columns):
 def _stored_units(matrix, seeds, table, place, columns, inside, HIGH_FIRST: tl.constexpr):
     """Return values that are stored as codes, two in a byte, in units of their steps, at their places in their cells.
 
-    The table holds each code's value, and its distance to the value below and above.
+    The table holds each code's value and `Codes.cells`.
     """
     shift = (columns % 2) * 4
     if HIGH_FIRST:
         shift = 4 - shift
     codes = (tl.load(matrix + place // 2, mask=inside, other=0).to(tl.int32) >> shift[None, :]) & 15
     share = _places(seeds, columns)
-    gap = tl.load(table + tl.where(share < 0, 16, 32) + codes)
-    return tl.load(table + codes) + share * gap
+    room = tl.load(table + tl.where(share < 0, 32, 48) + codes)
+    return tl.load(table + 16 + codes) + share * room
 
 
 @triton.jit

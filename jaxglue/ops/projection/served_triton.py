@@ -36,7 +36,7 @@ class TritonMerge(Launcher):
         of_nf4 = isinstance(weight, ServedNF4) or (stored is not None and stored.high_first)
         table = np.array(VALUES if of_nf4 else (0.0,), np.float32)
         if stored is not None:
-            table = np.concatenate([stored.values, *stored.gaps])
+            table = np.concatenate([stored.values, *stored.cells])
         constants = {
             "OUT": rows,
             "IN": columns,

@@ -3,9 +3,11 @@
 Training multiplies by the merge rounded to the grid. The grid is the base's own: scales are those of the matrix without
 its adapter, so that a step moves values between levels and never the levels themselves, and an export finds the same.
 
-A matrix in 16 bits has values anywhere between two levels, so that a delta of a hundredth of a step moves one value in
-a hundred by a whole one, and on average the merge moves by the delta. One that is stored on the grid has all values on
-levels, and such a delta would move none: its values are laid across their cells (`dither`).
+A delta of a hundredth of a step should move one value in a hundred by a whole one: on average the merge moves by
+the delta. That takes values evenly spread over the cells of their levels, and matrices are not: scales of least error
+leave few values near the ends of cells, those at the last levels have nowhere to go on one side, and a matrix that is
+stored on the grid has all values on levels, of which such a delta would move none. So values are laid at places of
+their own in their cells: in the order in which they lay there, or without one at random (`dither`).
 """
 
 import re
@@ -17,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int8, Int32, UInt8
 
 from jaxglue.ops.choices import STORED, served_storage
 from jaxglue.ops.quant.blocks import midpoints
@@ -49,6 +51,71 @@ class Levels(NamedTuple):
     """Highest level of each row, where levels are integers from 0."""
 
 
+_encode_e2m1 = partial(encode_e2m1, to_even=True)
+
+
+def _encode_nf4(units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
+    bounds = midpoints(np.array(VALUES, np.float32))
+    return sum((units > bound).astype(jnp.uint8) for bound in bounds)
+
+
+class Codes(NamedTuple):
+    """Codes of a format of four bits, and the distances between their values."""
+
+    block: int
+    """Values that share a step."""
+    values: Float[np.ndarray, "16"]
+    """Float32, by code."""
+    encode: Callable[[Array], Array]
+    high_first: bool
+    """The first of two codes is in a byte's high half."""
+
+    @property
+    def cells(self) -> Float[np.ndarray, "3 16"]:
+        """Return by code the middle of its values' places, and the distances from −½ and to ½ of them, doubled.
+
+        Places reach half of the way to the next values. At both ends they are in the inner half alone, where they are
+        twice as close: deltas outward move no value.
+        """
+        ascending = np.unique(self.values)
+        apart, index = np.diff(ascending), np.searchsorted(ascending, self.values)
+        below, above = np.pad(apart, (1, 0), "edge")[index], np.pad(apart, (0, 1), "edge")[index]
+        outward = (index == len(apart)) * 1 - (index == 0) * 1
+        halved = np.where(outward == 0, 1, 0.5)
+        middle = self.values - outward * np.where(outward > 0, below, above) / 4
+        return np.stack([middle, below * halved, above * halved]).astype(np.float32)
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1_CODES = Codes(0, np.concatenate([_E2M1, -_E2M1]), _encode_e2m1, high_first=False)
+CODES: dict[type[Quantized], Codes] = {
+    NVFP4: _E2M1_CODES._replace(block=NVFP4_BLOCK),
+    MXFP4: _E2M1_CODES._replace(block=MXFP4_BLOCK),
+    NF4: Codes(NF4_BLOCK, np.array(VALUES, np.float32), _encode_nf4, high_first=True),
+}
+"""Of each format in which a matrix may be stored while adapters train for it."""
+_BINS = 4096
+"""Bins of the shares of a cell by which values are ordered."""
+_SHARES = 12
+"""Bits of a share of a cell: enough for deltas of 1/4096 of a step, few enough to keep away from the cell's ends."""
+
+
+def dither(seeds: Int32[Array, " out"], columns: int) -> Float[Array, "out columns"]:
+    """Return a number in (−½, ½) for each value of a matrix: always the same, without a pattern.
+
+    Args:
+        seeds: of the rows.
+        columns: of the matrix.
+    """
+    mixed = seeds.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1) ^ jnp.arange(
+        columns, dtype=jnp.uint32
+    ) * jnp.uint32(0x85EBCA77)
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        mixed = (mixed ^ mixed >> shift) * jnp.uint32(factor)
+    share = (mixed ^ mixed >> 15) >> (32 - _SHARES)
+    return (share.astype(jnp.float32) + 0.5) / 2**_SHARES - 0.5
+
+
 class Served(Quantized):
     """Base of matrices [out, in] with the grid of a format; every array has a row for each of the matrix's."""
 
@@ -70,6 +137,10 @@ class Served(Quantized):
     @property
     def levels(self) -> Levels:
         """Return the levels of each block."""
+        raise NotImplementedError
+
+    def cells(self, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+        """Return `Codes.cells` of each value."""
         raise NotImplementedError
 
     def encode(self, units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
@@ -104,22 +175,35 @@ class Served(Quantized):
         self, delta: Float[Array, "out in"] | None, gain: Float[Array, " out"] | None = None
     ) -> UInt8[Array, "out in"]:
         """Return the codes of the levels nearest to the matrix plus a delta, times a gain of each row."""
-        step, low, _ = self.levels
         values = self.matrix.astype(jnp.float32)
         values = values if delta is None else values + delta
-        values = (values if gain is None else values * gain[:, None]).reshape(*step.shape, self.block)
+        return self.encode(self.units(values if gain is None else values * gain[:, None]))
+
+    def units(self, values: Float[Array, "out in"]) -> Float[Array, "out in"]:
+        """Return values in units of their steps."""
+        step, low, _ = self.levels
+        values = values.reshape(*step.shape, self.block)
         values = values if low is None else values + low[..., None]
-        units = jnp.where(step != 0, 1 / jnp.where(step != 0, step, 1), 0)[..., None] * values
-        return self.encode(units.reshape(self.shape))
+        return (jnp.where(step != 0, 1 / jnp.where(step != 0, step, 1), 0)[..., None] * values).reshape(self.shape)
 
     def merged(
         self, delta: Float[Array, "out in"] | None, dtype, gain: Float[Array, " out"] | None = None
     ) -> Float[Array, "out in"]:
         """Compute the matrix plus a delta, times a gain, on the grid: in float32, rounded once to `dtype`."""
+        return self.values(self.decode(self.codes(delta, gain))).astype(dtype)
+
+    def values(self, units: Float[Array, "out in"]) -> Float[Array, "out in"]:
+        """Return the values of units of their steps, float32."""
         step, low, _ = self.levels
-        values = self.decode(self.codes(delta, gain)).reshape(*step.shape, self.block) * step[..., None]
-        values = values if low is None else values - low[..., None]
-        return values.reshape(self.shape).astype(dtype)
+        values = units.reshape(*step.shape, self.block) * step[..., None]
+        return (values if low is None else values - low[..., None]).reshape(self.shape)
+
+    def spread(self) -> Self:
+        """Return the same with values spread evenly over the cells of their levels, in the order of their distances.
+
+        They are in bfloat16's precision, so that matrices of every dtype have the same.
+        """
+        return replace(self, matrix=_spread(self))  # type: ignore[type-var]
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +222,10 @@ class ServedNVFP4(Served):
     def levels(self) -> Levels:
         """Return the levels of each block."""
         return Levels(self.scales.astype(jnp.float32) / self.divisors[:, None])
+
+    def cells(self, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+        """Return `Codes.cells` of each value."""
+        return _look_up(CODES[NVFP4], codes)
 
     def encode(self, units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
         """Return e2m1 codes."""
@@ -159,14 +247,24 @@ class ServedNF4(Served):
     """A matrix and the scales of its blocks of 64 in NF4, which are quantized themselves. A pytree."""
 
     matrix: Float[Array, "out in"]
-    scales: Float[Array, "out in/64"]
-    """Float32."""
+    scales: UInt8[Array, "out in/64"]
+    """As of `NF4`, like the following."""
+    scale_absmax: Float[Array, " groups"]
+    scale_offset: Float[Array, ""]
     block: ClassVar[int] = NF4_BLOCK
 
     @property
     def levels(self) -> Levels:
         """Return the levels of each block."""
-        return Levels(self.scales)
+        return Levels(block_scales(self._with(self.scales)))
+
+    def _with(self, codes: UInt8[Array, "out in/2"]) -> NF4:
+        parts = {"scales": self.scales, "scale_absmax": self.scale_absmax, "scale_offset": self.scale_offset}
+        return NF4(codes=codes, **parts, dtype=self.dtype)
+
+    def cells(self, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+        """Return `Codes.cells` of each value."""
+        return _look_up(CODES[NF4], codes)
 
     def encode(self, units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
         """Return NF4 codes."""
@@ -178,7 +276,7 @@ class ServedNF4(Served):
 
     def pack(self, codes: UInt8[Array, "out in"]) -> Any:
         """Return a matrix of these codes, with the base's own quantized scales."""
-        return replace(quantize_nf4(self.matrix), codes=codes[:, ::2] << 4 | codes[:, 1::2])
+        return self._with(codes[:, ::2] << 4 | codes[:, 1::2])
 
 
 @jax.tree_util.register_dataclass
@@ -239,6 +337,12 @@ class ServedKQuant(Served):
         products = factor.astype(jnp.float32)[..., None] * levels.reshape(out, count, -1).astype(jnp.float32)
         return products.reshape(levels.shape)
 
+    def cells(self, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+        """Return `Codes.cells` of each value."""
+        outward = (codes == self.top[:, None]).astype(jnp.float32) - (codes == 0).astype(jnp.float32)
+        room = jnp.where(outward == 0, 1, 0.5)
+        return self.decode(codes) - outward / 4, room, room
+
     def encode(self, units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
         """Return levels as their own codes."""
         return jnp.clip(jnp.round(units), 0, self.top.astype(jnp.float32)[:, None]).astype(jnp.uint8)
@@ -256,62 +360,6 @@ class ServedKQuant(Served):
         else:
             grid = Grid(self.scale.ravel(), levels[0][:, ::2], self.minimum.ravel(), levels[1][:, ::2])
         return np.asarray(pack_levels(grid, codes.reshape(-1, SUPER_BLOCK), kind)).reshape(out, -1)
-
-
-_encode_e2m1 = partial(encode_e2m1, to_even=True)
-
-
-def _encode_nf4(units: Float[Array, "out in"]) -> UInt8[Array, "out in"]:
-    bounds = midpoints(np.array(VALUES, np.float32))
-    return sum((units > bound).astype(jnp.uint8) for bound in bounds)
-
-
-class Codes(NamedTuple):
-    """Codes of a format of four bits, and the distances between their values."""
-
-    block: int
-    """Values that share a step."""
-    values: Float[np.ndarray, "16"]
-    """Float32, by code."""
-    encode: Callable[[Array], Array]
-    high_first: bool
-    """The first of two codes is in a byte's high half."""
-
-    @property
-    def gaps(self) -> Float[np.ndarray, "2 16"]:
-        """Return the distance of each code's value to the one below and above, at the ends to that inside."""
-        ascending = np.unique(self.values)
-        apart = np.diff(ascending)
-        places = np.searchsorted(ascending, self.values)
-        return np.stack([np.pad(apart, (1, 0), "edge")[places], np.pad(apart, (0, 1), "edge")[places]])
-
-
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1_CODES = Codes(0, np.concatenate([_E2M1, -_E2M1]), _encode_e2m1, high_first=False)
-CODES: dict[type[Quantized], Codes] = {
-    NVFP4: _E2M1_CODES._replace(block=NVFP4_BLOCK),
-    MXFP4: _E2M1_CODES._replace(block=MXFP4_BLOCK),
-    NF4: Codes(NF4_BLOCK, np.array(VALUES, np.float32), _encode_nf4, high_first=True),
-}
-"""Of each format in which a matrix may be stored while adapters train for it."""
-_SHARES = 12
-"""Bits of a share of a cell: enough for deltas of 1/4096 of a step, few enough to keep away from the cell's ends."""
-
-
-def dither(seeds: Int32[Array, " out"], columns: int) -> Float[Array, "out columns"]:
-    """Return a number in (−½, ½) for each value of a matrix: always the same, without a pattern.
-
-    Args:
-        seeds: of the rows.
-        columns: of the matrix.
-    """
-    mixed = seeds.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1) ^ jnp.arange(
-        columns, dtype=jnp.uint32
-    ) * jnp.uint32(0x85EBCA77)
-    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
-        mixed = (mixed ^ mixed >> shift) * jnp.uint32(factor)
-    share = (mixed ^ mixed >> 15) >> (32 - _SHARES)
-    return (share.astype(jnp.float32) + 0.5) / 2**_SHARES - 0.5
 
 
 @jax.tree_util.register_dataclass
@@ -377,11 +425,11 @@ class ServedStored(Served):
         """Return the values, each at its place in its cell, float32."""
         halves = self.packed >> 4, self.packed & 0xF
         codes = jnp.stack(halves if self.coding.high_first else halves[::-1], axis=-1).reshape(self.shape)
-        values, (below, above) = map(jnp.asarray, (self.coding.values, self.coding.gaps))
-        place = dither(self.seeds, self.shape[1])
-        units = values[codes] + place * jnp.where(place < 0, below[codes], above[codes])
-        step = self.levels.step
-        return (units.reshape(*step.shape, self.block) * step[..., None]).reshape(self.shape)
+        return self.values(_at_places(self.cells(codes), dither(self.seeds, self.shape[1])))
+
+    def cells(self, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+        """Return `Codes.cells` of each value."""
+        return _look_up(self.coding, codes)
 
     def original(self, dtype) -> Float[Array, "out in"]:
         """Return the matrix as its folder has it."""
@@ -406,6 +454,39 @@ class ServedStored(Served):
         if isinstance(self.stored, MXFP4):
             return replace(self.stored, blocks=packed.reshape(self.stored.blocks.shape))
         return replace(self.stored, codes=packed)
+
+
+def _look_up(coding: Codes, codes: UInt8[Array, "out in"]) -> tuple[Array, Array, Array]:
+    middle, below, above = jnp.asarray(coding.cells)[:, codes]
+    return middle, below, above
+
+
+def _at_places(cells: tuple[Array, Array, Array], places: Float[Array, "out in"]) -> Float[Array, "out in"]:
+    middle, below, above = cells
+    return middle + places * jnp.where(places < 0, below, above)
+
+
+@jax.jit
+def _spread(weight: Served) -> Float[Array, "out in"]:
+    """Return the matrix with values spread over their cells: in their order, at the ends of the grid at random."""
+    matrix = weight.matrix
+    units, codes = weight.units(matrix.astype(jnp.float32)), weight.codes(None)
+    level, cells = weight.decode(codes), weight.cells(codes)
+    apart, inner = units - level, cells[0] == level
+    share = jnp.where(inner, apart / jnp.where(apart < 0, cells[1], cells[2]), 0)
+    at_random = dither(jnp.arange(len(matrix), dtype=jnp.int32), matrix.shape[1])
+    spread = weight.values(_at_places(cells, jnp.where(inner, _even_places(share, inner), at_random)))
+    return jax.lax.reduce_precision(spread, exponent_bits=8, mantissa_bits=7).astype(matrix.dtype)
+
+
+def _even_places(share: Float[Array, "out in"], counted: Bool[Array, "out in"]) -> Float[Array, "out in"]:
+    """Return the place in (−½, ½) of each share in the order of those that are counted."""
+    position = jnp.clip((share + 0.5) * _BINS, 0, _BINS - 1)
+    index = position.astype(jnp.int32)
+    counts = jnp.zeros(_BINS, jnp.int32).at[index].add(counted.astype(jnp.int32))
+    below = (jnp.cumsum(counts) - counts).astype(jnp.float32)
+    total = jnp.maximum(counts.sum(), 1)
+    return (below[index] + counts[index] * jnp.clip(position - index, 0.01, 0.99)) / total - 0.5
 
 
 def is_sensitive(name: str, layers: int) -> bool:
@@ -451,23 +532,27 @@ class _NVFP4(ServedFormat):
     def quantize(self, matrix: Float[Array, "out in"]) -> ServedNVFP4:
         """Fit the scales as NVFP4 does."""
         scales, divisor = fit_scales(matrix)
-        return ServedNVFP4(matrix=matrix, scales=scales, divisors=jnp.full(len(matrix), divisor))
+        return ServedNVFP4(matrix=matrix, scales=scales, divisors=jnp.full(len(matrix), divisor)).spread()
 
 
 class _NF4(ServedFormat):
     def quantize(self, matrix: Float[Array, "out in"]) -> ServedNF4:
         """Fit the scales as bitsandbytes does."""
-        return ServedNF4(matrix=matrix, scales=block_scales(quantize_nf4(matrix)))
+        fitted = quantize_nf4(matrix)
+        scales = {"scales": fitted.scales, "scale_absmax": fitted.scale_absmax, "scale_offset": fitted.scale_offset}
+        return ServedNF4(matrix=matrix, **scales).spread()
 
 
 class _Q4KM(ServedFormat):
     def quantize(self, matrix: Float[Array, "out in"]) -> ServedKQuant:
         """Fit the grids of q4_k."""
-        return ServedKQuant.of(matrix, "q4_k")
+        return ServedKQuant.of(matrix, "q4_k").spread()
 
     def hold(self, matrix: Any, *, sensitive: bool = False) -> Any:
         """Fit the grids of q6_k where a matrix is sensitive, as llama.cpp's mixture does, else of q4_k."""
-        return matrix if isinstance(matrix, Quantized) else ServedKQuant.of(matrix, "q6_k" if sensitive else "q4_k")
+        if isinstance(matrix, Quantized):
+            return matrix
+        return ServedKQuant.of(matrix, "q6_k" if sensitive else "q4_k").spread()
 
 
 class StoredFormat(ServedFormat):
