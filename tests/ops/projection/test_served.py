@@ -217,13 +217,14 @@ def test_the_magnitudes_of_served_weights_train(dora):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()) + 1e-7)
 
 
-def test_the_kernel_compiles_for_a_gpu_and_leaves_one_temporary(h200):
+@pytest.mark.parametrize("storage", ["served_nvfp4", "served_nf4_stored"])
+def test_the_kernel_compiles_for_a_gpu_and_leaves_one_temporary(storage, h200):
     out, columns, tokens = 3072, 1024, 2048
 
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
 
-    weight = jax.eval_shape(FORMATS["served_nvfp4"].quantize, shaped(out, columns))
+    weight = jax.eval_shape(FORMATS[storage].quantize, shaped(out, columns))
     weight = jax.tree.map(lambda part: shaped(*part.shape, dtype=part.dtype), weight)
     pair = shaped(16, columns, dtype=jnp.float32), shaped(out, 16, dtype=jnp.float32)
 
