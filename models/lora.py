@@ -15,7 +15,7 @@ from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
 from jaxglue.ops.choices import STORED
 from jaxglue.ops.projection.dora import magnitude_gain
-from jaxglue.ops.projection.served import is_served, merge, merge_experts
+from jaxglue.ops.projection.served import are_served, merge, merge_experts
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.quant.served import Served, ServedStored
@@ -83,7 +83,7 @@ def merge_served(model: CausalLM) -> None:
             matrix = _merged(linear)
             linear.weight, linear.storage = nnx.Param(matrix), label if is_quantized(matrix) else "none"
             linear.lora_magnitude_vector = nnx.data(None)
-        elif isinstance(linear, ExpertLinear) and is_served(linear.projection.weight):
+        elif isinstance(linear, ExpertLinear) and are_served(linear.projection.weight):
             linear.quantize = _merge_experts(linear, label)
         else:
             continue
@@ -110,6 +110,7 @@ def _merged(linear: Linear) -> Any:
 def _merge_experts(linear: ExpertLinear, label: str) -> str:
     """Merge experts' adapters in place and return the format of the matrices."""
     weight, _, adapter = linear.projection
+    assert are_served(weight)
     scaled = None if adapter is None else (adapter.A, linear.lora_scale * adapter.B)
     if not isinstance(weight.rows, ServedStored):
         dtype = weight.dtype

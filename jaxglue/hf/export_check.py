@@ -197,7 +197,7 @@ def trained_rows(
         pad: token of the rows' ends.
     """
     count, room = len(offsets) - 1, _TRAINED_ROWS * _TRAINED_TOKENS
-    chosen = np.unique(np.linspace(0, count - 1, min(count, room // 16), dtype=np.int64)) if count else []
+    chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, room // 16), dtype=np.int64))
     packed: list[list[np.ndarray]] = [[]]
     for document in np.random.default_rng(0).permutation(chosen):
         piece = np.asarray(tokens[offsets[document] : offsets[document + 1]][:_TRAINED_TOKENS])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -143,15 +143,15 @@ def _export_rounded(
         stored = config_from_hf(read_config(base)).quantize
         quantize = label if stored == "none" else stored
     made = FORMATS["fp8_stored" if quantize == "fp8" else quantize]
-    if served and made.parts:
-        specs, read = merge.specs, merge.read
-    elif served:
-        specs, read = quantized_tensors(merge.specs, merge.read, made, merge.served, pack=merge.read_packed)
+    specs, read = merge.specs, cast(Callable[[str], np.ndarray], merge.read)
+    if served:  # of experts in MXFP4 the tensors are the base's own, with other blocks
+        if not made.parts:
+            specs, read = quantized_tensors(specs, read, made, merge.served, pack=merge.read_packed)
     elif merge.config.quantize != "none" or adapter.config.dora or merge.config.moe:
         raise ValueError(f"--quantize {quantize}: merge first, then quantize the folder (--quantize with --base)")
     else:
-        matrices = linear_matrices(merge.specs, merge.config, made)
-        specs, read = quantized_tensors(merge.specs, merge.read, made, matrices)
+        matrices = linear_matrices(specs, merge.config, made)
+        specs, read = quantized_tensors(specs, read, made, matrices)
 
         def rounding(name: str, matrix: jax.Array) -> jax.Array:
             return dequantize(made.quantize(matrix), matrix.dtype) if name in matrices else matrix
@@ -285,7 +285,7 @@ class MergedTensors:
         """Return the blocks [E, out, in/32, 16] of experts in MXFP4 with their adapter merged, one by one."""
         delta, made = self._deltas[name], FORMATS[self.config.quantize]
         stack = made.join({part: jnp.asarray(self._files.read(f"{name}_{part}")) for part in made.parts})
-        assert isinstance(stack, Stack)
+        assert isinstance(stack, Stack) and isinstance(stack.rows, Served)
         blocks = []
         for expert, (b, a) in enumerate(zip(delta.b, delta.a, strict=True)):
             held = stack.rows.part(slice(expert * stack.out, (expert + 1) * stack.out))
@@ -306,7 +306,7 @@ class MergedTensors:
         """Return a served matrix, or the rows of all matrices of a stack, as the model held it in training."""
         parameter, index = self._experts.get(name, (name, None))
         held = self._held(parameter)
-        rows = held.rows if isinstance(held, Stack) else held
+        rows: Served = held.rows if isinstance(held, Stack) else held
         if index is None:
             return rows
         expert, part = index

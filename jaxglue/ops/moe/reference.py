@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, weighted_bias
-from jaxglue.ops.projection.served import is_served, merge_experts
+from jaxglue.ops.projection.served import are_served, merge_experts
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
@@ -76,10 +76,10 @@ def reference_grouped_matmul(
     transpose_rhs: bool,
 ) -> Float[Array, "S N"]:
     """Compute `grouped_matmul`."""
-    served = adapter is not None and is_served(rhs)
-    if served:
-        A, B = jax.lax.stop_gradient(adapter)
-        matrices = merge_experts(rhs, A, B, lhs.dtype, backend="reference")
+    served = False
+    if adapter is not None and are_served(rhs):
+        served, fixed = True, jax.lax.stop_gradient(adapter)
+        matrices = merge_experts(rhs, fixed.A, fixed.B, lhs.dtype, backend="reference")
     else:
         matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, Quantized) else rhs
     out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)

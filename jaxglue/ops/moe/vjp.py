@@ -14,7 +14,7 @@ from jaxglue.ops import names
 from jaxglue.ops.moe.reference import Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, weighted_bias_gradients
 from jaxglue.ops.projection.fp8 import encode
-from jaxglue.ops.projection.served import is_served, merge_experts
+from jaxglue.ops.projection.served import are_served, merge_experts
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -148,8 +148,8 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
         A, B = (x.astype(lhs.dtype) for x in adapter)
         low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LOW_RANK)
         term = ExpertLowRank(low_rank, B, True)
-        if is_served(rhs):
-            rhs, term = merge_experts(rhs, *adapter, lhs.dtype), None
+        if are_served(rhs):
+            rhs, term = merge_experts(rhs, adapter.A, adapter.B, lhs.dtype), None
     own_bias = None if spec.exchange == "combine" else bias
     out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)
     if spec.exchange != "combine":
@@ -213,8 +213,8 @@ def _backward(spec, r: _GroupedResiduals, dout):
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
     term, dadapter = _adapter_backward(spec, r, lhs, drows)
     rhs = r.rhs
-    if r.adapter is not None and is_served(rhs):  # merged anew; gradients to the adapter are as beside the matrices
-        rhs, term = merge_experts(rhs, *r.adapter, dout.dtype), None
+    if r.adapter is not None and are_served(r.rhs):  # merged anew; gradients to the adapter are as beside the matrices
+        rhs, term = merge_experts(r.rhs, r.adapter.A, r.adapter.B, dout.dtype), None
     dlhs = _multiply(spec, drows, rhs, None, r.groups, term, transpose_rhs=not spec.transpose_rhs)
     if spec.exchange == "dispatch":
         assert r.routing is not None

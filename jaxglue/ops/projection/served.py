@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +120,9 @@ def merge_experts(
     return _load_merge(weight.rows, A, backend).merge(weight.rows, A, up, dtype).reshape(weight.shape)
 
 
-def is_served(weight: Any) -> bool:
-    """Tell whether adapters of a matrix, or of experts' matrices, are merged and rounded."""
-    return isinstance(weight, Served) or (isinstance(weight, Stack) and isinstance(weight.rows, Served))
+def are_served(weight: Any) -> TypeGuard[Stack]:
+    """Tell whether adapters of experts' matrices are merged and rounded."""
+    return isinstance(weight, Stack) and isinstance(weight.rows, Served)
 
 
 def _load_merge(weight: Served, A: Float[Array, "*E R in"], backend: str = "auto") -> MergeBackend:
