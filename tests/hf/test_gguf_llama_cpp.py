@@ -546,7 +546,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-@thorough("tests/hf/test_serve_as.py")
+@thorough("hf/test_serve_as.py")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family, make_folder, make_adapter, tmp_path):
     folder = make_folder(family)
