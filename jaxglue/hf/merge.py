@@ -306,7 +306,8 @@ class MergedTensors:
         """Return a served matrix, or the rows of all matrices of a stack, as the model held it in training."""
         parameter, index = self._experts.get(name, (name, None))
         held = self._held(parameter)
-        rows: Served = held.rows if isinstance(held, Stack) else held
+        rows = held.rows if isinstance(held, Stack) else held
+        assert isinstance(rows, Served)
         if index is None:
             return rows
         expert, part = index
