@@ -302,7 +302,7 @@ def test_llama_cpp_drafts_by_our_head(family, make_folder, make_tokenizer, tmp_p
     sampling = SamplingConfig(temperature=0, max_tokens=24)
     ours = [list(engine.stream(*trees, prompt, sampling, {2})) for prompt in PROMPTS]
     assert ours == expected
-    assert accepted > 0.5 * made > 0 and engine.drafts.accepted > 0.5 * engine.drafts.made
+    assert accepted > 0.2 * made > 0 and engine.drafts.accepted > 0.2 * engine.drafts.made
 
 
 @pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
