@@ -75,7 +75,7 @@ class RolloutConfig(Config):
         Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),
         Excludes("lmbda", "answers of the rows were not sampled", when=_is_on),
         Excludes("temperature", "kernels of the loss are for 1", lambda temperature: temperature != 1, when=_is_on),
-        Excludes("dropout", "sampling drops no inputs", when=_is_on),
+        Excludes("dropout", "sampling drops no inputs", bool, when=_is_on),
         Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none", when=_is_on),
         Excludes("drafts", "drafts are verified several at a time", lambda drafts: drafts != "off", when=_is_on),
         Excludes("attention", "it has an attention of its own", when=_is_on),

@@ -5,7 +5,7 @@ import json
 import pytest
 from selection import thorough
 
-TINY = ("--shape", "tiny", "--dtype", "bfloat16", "--prompts", "2", "--answers", "2", "--longest", "8", "--row", "256")
+TINY = ("--shape", "tiny", "--dtype", "bfloat16", "--prompts", "2", "--answers", "2", "--longest", "8", "--row", "512")
 FEW = ("--slots", "1", "4", "--documents", "2", "--tokens", "64", "--decoded", "4", "--turns", "1")
 
 
