@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zipfile
 from dataclasses import replace
 from functools import partial
 
@@ -294,3 +295,19 @@ def test_prompts_to_answer_share_their_images(prepare, urls, tmp_path, seeing):
     assert other.fingerprint != data.fingerprint
     with pytest.raises(ValueError, match=r"rows.jsonl:1: .*images"):
         read_prompts(config, tokenizer, answer=8, limit=256)
+
+
+def test_images_are_read_out_of_zip_files(prepare, urls, tmp_path):
+    with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as archive:
+        for number, url in enumerate(urls):
+            archive.writestr(f"some/{number}.png", base64.b64decode(url.partition(",")[2]))
+    row = {"messages": TEXT, "images": ["pictures.zip/some/1.png"]}
+    first = prepare(row)
+    assert document(first) == document(prepare({"messages": TEXT, "images": urls[1:2]}))
+    assert first.train.reader.images_of(0)[0].patches is not None and prepare(row).report.cached
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*pictures.zip has no other.png"):
+        prepare({"messages": TEXT, "images": ["pictures.zip/other.png"]})
+    content = (tmp_path / "pictures.zip").read_bytes()
+    (tmp_path / "pictures.zip").write_bytes(content[:60] + bytes(9) + content[69:])
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*some/0.png"):
+        prepare({"messages": TEXT, "images": ["pictures.zip/some/0.png"]})
