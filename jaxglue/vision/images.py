@@ -187,3 +187,15 @@ def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
         return image if image.mode == "RGB" else image.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, MemoryError, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {' '.join(str(error).split())[:200]}") from error
+
+
+def thumbnail(data: bytes, side: int = 96) -> str:
+    """Return a small copy of an image as a data: URL, for pages.
+
+    Raises:
+        ValueError: as `read_image`.
+    """
+    image = read_image(data)
+    image.thumbnail((side, side))
+    image.save(stored := io.BytesIO(), "JPEG", quality=80)
+    return f"{_DATA_URL}image/jpeg;base64,{base64.b64encode(stored.getvalue()).decode()}"
