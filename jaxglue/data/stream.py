@@ -1,7 +1,7 @@
 """Streams of data larger than memory and disk, tokenized in windows while training runs, and their iterator."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -91,7 +91,7 @@ class TokenStream:
     ):
         self.config, self._check = config, check
         encode = encode or partial(encode_in_processes, workers=config.workers or 1)
-        self.images = images or [None] * len(config.sources)
+        self.images: Sequence[ImageRules | None] = images or [None] * len(config.sources)
         """Rules for the images of each source."""
         pairs = [*zip(config.sources, self.images, strict=True)]
         self._readers = [_Reader(source, config, tokenizer, encode, rules) for source, rules in pairs]
@@ -313,7 +313,7 @@ class StreamIterator(Iterator[Step]):
         """Segment slots S of every batch."""
         self.see: See = RowImages.with_patches
         """See `BatchIterator.see`."""
-        self._kept = [] if first.dataset.reader is None else first.dataset.reader.kept
+        self._kept: list[Container[tuple]] = [] if first.dataset.reader is None else first.dataset.reader.kept
         self._sees = first.dataset.reader is not None
         self._stop = Event()
         self._windows = stream.windows(1, first.end, self._stop.is_set)
@@ -398,7 +398,7 @@ class StreamIterator(Iterator[Step]):
         )
 
 
-def _keeping(selection: Selection, kept: list) -> Selection:
+def _keeping(selection: Selection, kept: list[Container[tuple]]) -> Selection:
     """Return a selection whose reader knows the features that those before it know."""
     reader = selection.dataset.reader
     assert reader is not None

@@ -262,7 +262,8 @@ def _pack(
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
-        for (prompt, answers, _), _ in row:
+        for group, _ in row:
+            prompt, answers = group.prompt, group.answers
             before = len(prompt) - 1
             tokens[b, begin : begin + before] = prompt[:-1]
             begin += before

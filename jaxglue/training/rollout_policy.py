@@ -137,8 +137,10 @@ class TrainedPolicy:
     ) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts, to prompts with these images."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        asked = self._seen(prompts, images) if any(images) else (prompts, [None] * len(prompts))
-        groups = self._sample(self.state.trainable, self.state.frozen, *asked, indices, count)
+        seen: Sequence[PromptImages | None] = [None] * len(prompts)
+        if any(images):
+            prompts, seen = self._seen(prompts, images)
+        groups = self._sample(self.state.trainable, self.state.frozen, prompts, seen, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def _seen(

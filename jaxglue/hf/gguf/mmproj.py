@@ -66,7 +66,7 @@ def export_tower(
 def _metadata(config: DecoderConfig, vision: TowerConfig, name: str) -> dict[str, Any]:
     """Return the values by which llama.cpp reads a tower."""
     gguf = load_gguf()
-    sizes = {
+    sizes: dict[str, Any] = {
         "projection_dim": config.hidden_size,
         "image_size": _image_size(vision),
         "patch_size": vision.patch,
