@@ -10,6 +10,7 @@ jaxglue export --run runs/first --checkpoint best --output best
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -135,8 +136,11 @@ def _measure_importance(
         for batch in step.micro_batches
     ]
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    parts = folder_parts(base, tensors.config, dtype=dtype, adapter=tensors.adapter)
-    return measure_importance(tensors.config, parts, rows, dtype)
+    config = tensors.config
+    if tensors.adapter is None or not tensors.adapter.beside_text:  # the rows are texts
+        config = replace(config, vision=None, layer_sees=())
+    parts = folder_parts(base, config, dtype=dtype, adapter=tensors.adapter)
+    return measure_importance(config, parts, rows, dtype)
 
 
 def _write_gguf_lora(config: ExportConfig, output: Path) -> str:

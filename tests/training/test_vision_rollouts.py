@@ -20,7 +20,8 @@ def short(completion_ids, color, **columns):
 def rows(folder, tmp_path):  # noqa: F811
     """Prompts with one picture, two, or none, and their settings."""
     (tmp_path / "rewards.py").write_text(REWARD)
-    pictures = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()[:4]]
+    found = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pictures = [row for row in found if len(row.get("images", ())) == 1][:4]
     made = [{"messages": row["messages"][:1], "images": row["images"]} for row in pictures[:2]]
     both = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     made.append(
