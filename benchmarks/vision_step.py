@@ -124,6 +124,7 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
     assert summary is not None
     steps = len(clock.times) // args.epochs
     spans = np.diff(clock.times)
+    plan = dict(json.loads((output / "plan.json").read_text())["rows"])
     epochs = [spans[max(3, epoch * steps) : (epoch + 1) * steps - 1] for epoch in range(args.epochs)]
     return {
         "tokens_per_second": [args.seq_len / float(np.mean(part)) if len(part) else None for part in epochs],
@@ -132,6 +133,7 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
         "peak_gib": summary.peak_memory_gb * 1e9 / 2**30,
         "losses": [summary.first_loss, summary.last_loss],
         "startup_seconds": summary.startup_seconds,
+        "planned": {name: plan[name] for name in ("remat", "memory", "step time") if name in plan},
     }
 
 
