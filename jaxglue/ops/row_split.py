@@ -105,7 +105,7 @@ def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
     ends = jnp.take_along_axis(before, stops, axis=1)
     # A tile of queries passes all keys up to its last one's own; padding's would be far behind.
     own_keys, first_queries = split.rows, before[:, :-1]
-    if segments.own_keys is not None:  # inside of images
+    if segments.own_keys is not None and segments.first_queries is not None:  # inside of images
         own_keys = segments.own_keys
         first_queries = jnp.take_along_axis(before, segments.first_queries, axis=1)
     last = jnp.where(segments.segment_ids > 0, own_keys, 0).max(axis=1, keepdims=True)

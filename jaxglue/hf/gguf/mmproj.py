@@ -19,8 +19,8 @@ from jaxglue.models.tower_config import TowerConfig
 from jaxglue.vision.processor import IMAGE_BREAK
 
 _ARCHITECTURE = "clip"
-_PREFIXES = {SiglipConfig: ("vision_tower.", "vision_tower.vision_model.")}
-"""What a tower's names begin with here, and where the gguf package knows them."""
+_OWN, _KNOWN = "vision_tower.", "vision_tower.vision_model."
+"""What the names of Gemma 3's tower begin with here, and where the gguf package knows them."""
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 """Modules of Qwen's merger."""
 _DEEP_MERGER = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
@@ -144,8 +144,8 @@ def _name(vision: TowerConfig, name: str) -> str:
     if name.startswith(_NUMBERED):
         return f"mm.{name.removeprefix(_NUMBERED)}"
     gguf = load_gguf()
-    ours, theirs = _PREFIXES.get(type(vision), ("", ""))
-    known = theirs + name.removeprefix(ours) if ours and name.startswith(ours) else name
+    is_known_deeper = isinstance(vision, SiglipConfig) and name.startswith(_OWN)
+    known = _KNOWN + name.removeprefix(_OWN) if is_known_deeper else name
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.layers)
     found = names.get_name(known, try_suffixes=(".weight", ".bias"))
     if found is None:
