@@ -12,7 +12,7 @@ from tests.training.test_vision import folder, run  # noqa: F401
 REWARD = """
 def short(completion_ids, color, **columns):
     assert not {"images", "image"} & columns.keys()
-    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 """
 
 
@@ -76,6 +76,7 @@ def test_a_teacher_sees_the_images_of_the_student(rows, teacher_system):
 
 
 def test_an_environment_refuses_images(rows, tmp_path):
-    (tmp_path / "rewards.py").write_text("class Game:\n    def reset(self, **columns):\n        return None\n")
+    methods = "    def reset(self, **columns):\n        return None\n    def get_reward(self):\n        return 0.0\n"
+    (tmp_path / "rewards.py").write_text(f"class Game:\n{methods}")
     with pytest.raises(ValueError, match=r"prompts.jsonl:1: images in prompts of an --environment"):
         rows[1]("run", environment=f"{tmp_path / 'rewards.py'}:Game", reward=[])
