@@ -93,8 +93,11 @@ ROWS = {
     ),
     "qwen3-8b nf4": Setting(shape="qwen3-8b", quantize="nf4", streams=(1, 64)),
     "qwen3-8b int8": Setting(shape="qwen3-8b", quantize="int8", streams=(1, 64)),
-    "qwen3-30b-a3b": Setting(shape="qwen3-30b-a3b", streams=(64, 256)),
-    "gpt-oss-20b": Setting(shape="gpt-oss-20b", streams=(64, 256)),
+    "qwen3-30b-a3b": Setting(shape="qwen3-30b-a3b", streams=(64, 256), lora=16),
+    "qwen3-30b-a3b fp8": Setting(shape="qwen3-30b-a3b", quantize="fp8", streams=(64, 256), lora=16),
+    "qwen3-30b-a3b nf4": Setting(shape="qwen3-30b-a3b", quantize="nf4", streams=(64, 256), lora=16),
+    "qwen3.5-35b-a3b fp8": Setting(shape="qwen3.5-35b-a3b", quantize="fp8", streams=(64, 256), lora=16),
+    "gpt-oss-20b": Setting(shape="gpt-oss-20b", streams=(64, 256), lora=16, adapters=4),
 }
 
 
@@ -335,7 +338,7 @@ def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool)
     some = setting.streams[1:2]
     if setting.lora:
         adapted = model.with_lora(setting.lora)
-        for streams in some:
+        for streams in setting.streams[-2:]:
             show("steps", {"lora": setting.lora} | time_steps(adapted, streams, setting.context, rate))
     for streams in some if profile else ():
         show("profile", profile_steps(model, streams, setting.context, plans[streams]))

@@ -1,6 +1,7 @@
 """Time a whole step of reinforcement learning on random weights of a published shape, and compare log-probabilities.
 
     python benchmarks/rl_step.py --shape qwen3-8b --prompts 64 --answers 8 --json benchmarks/results/x.json
+    python benchmarks/rl_step.py --shape gpt-oss-20b --json …    # a mixture; --plain-experts: no adapters on experts
     python benchmarks/rl_step.py --inputs-only FILE.npz    # prompts and lengths, for benchmarks/peers/grpo.py
 
 Prompts have 200 tokens, answers forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). The step has the phases of
@@ -39,6 +40,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.rollouts import StepCounts
+from jaxglue.ops import backend
 from jaxglue.ops.backend import one_device_each
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
@@ -53,6 +55,7 @@ from jaxglue.training.setup import resolve
 from jaxglue.training.step import prepare_steps, train_step
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
+_EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 
 
 def forced_lengths(count: int, longest: int) -> np.ndarray:
@@ -101,7 +104,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             generation_batch_size=args.prompts * args.answers,
             max_completion_length=args.longest,
         ),
-        lora=LoraConfig(rank=16, alpha=32),
+        lora=LoraConfig(rank=16, alpha=32, exclude=_EXPERTS if args.plain_experts else ()),
         run=RunConfig(batch_size=jax.device_count(), output=folder / "run", steps=200, compilation_cache=None),
     )
     return resolve(config)
@@ -330,6 +333,8 @@ def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", default="none", choices=QUANTIZE)
     parser.add_argument("--matmul", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--plain-experts", action="store_true", help="adapters on all linear layers but the experts")
+    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence from a reference")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
@@ -357,6 +362,8 @@ def main() -> None:
         return
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     take_fitting_blocks(os.environ)
+    if args.untried:
+        backend.UNTRIED.clear()
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         if bench is None:

@@ -113,9 +113,14 @@ class Experts(nnx.Module):
         self.down_proj = ExpertLinear(config, experts, F, D, dtype=dtype, rngs=rngs)
         self.activation = experts.activation
 
+    @property
+    def projections(self) -> tuple[ExpertLinear, ExpertLinear]:
+        """Return the projection from D, gate and up as one, and that back to it."""
+        return getattr(self, self.first_name), self.down_proj
+
     def __call__(self, x: Float[Array, "M D"], routing: Routing, context: LayerContext) -> Float[Array, "M D"]:
         """Sum the weighted outputs of each token's experts."""
-        gate_up, down = getattr(self, self.first_name), self.down_proj
+        gate_up, down = self.projections
         return experts(
             x,
             routing,
@@ -124,6 +129,7 @@ class Experts(nnx.Module):
             activation=self.activation,
             transpose_rhs=gate_up.transposed,
             lora_scale=gate_up.lora_scale or down.lora_scale,  # either may have no adapter, and both have one scale
+            ranks=getattr(context, "ranks", None),
             fp8=gate_up.fp8 and context.fp8,
             inference=getattr(context, "inference", False),
         )

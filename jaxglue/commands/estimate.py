@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import jax
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
-from jaxglue.generation.pages import plan_cache
+from jaxglue.generation.pages import plan_cache, token_bytes
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import with_vision
@@ -30,6 +31,7 @@ from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
+from jaxglue.planner.sampling import DecodeCost
 from jaxglue.planner.vision import TowerCost
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.terminal.console import Console
@@ -162,10 +164,13 @@ def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
         )
     except ValueError as error:
         return f"Sampling does not fit: {error}"
+    lengths = np.random.default_rng(0).integers(1, longest + 1, answers)
+    cost = DecodeCost.of(workload, token_bytes(workload.config, workload.dtype))
+    seconds = cost.seconds(planner.gpu, lengths, prompt, each, cache.slots)
     return (
-        f"Sampling in turns with training: {cache.slots:,} of {answers:,} answers at a time, prompts of {prompt:,} "
-        f"tokens and answers of at most {longest:,}; keys and values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB "
-        "beside the weights"
+        f"Sampling in turns with training: ~{seconds:,.0f} s for answers of all lengths, {cache.slots:,} of "
+        f"{answers:,} answers at a time, prompts of {prompt:,} tokens and answers of at most {longest:,}; keys and "
+        f"values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB beside the weights"
     )
 
 

@@ -5,6 +5,7 @@ the next. So an sequence that ends at a token is noticed one window late, and on
 """
 
 import atexit
+import logging
 import weakref
 from collections import abc, deque
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +25,7 @@ from jaxtyping import Float, Int
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.decoded_experts import choose_decoded_experts
 from jaxglue.generation.drafts import Drafting, accepted, make_draft_slots
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of, padded_pages
@@ -45,10 +47,12 @@ from jaxglue.generation.scheduler import Finish, PageCopy, Request, Scheduler, S
 from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.choices import KVCache
 from jaxglue.vision.processor import Processor
 from jaxglue.vision.rows import Image, PromptImages, pack_patches
 
+_log = logging.getLogger(__name__)
 STEPS = 8
 """Tokens of a window: ended answers idle for half of it, and one window more if a stop token ended them."""
 _SMALLEST_IMAGES = 1024
@@ -146,7 +150,7 @@ class Engine:
         as_written: bool = False,
         drafting: Drafting | None = None,
     ):
-        self._as_written, self._drafting = as_written, drafting
+        self._as_written, self._drafting, self._told = as_written, drafting, False
         self.drafts = DraftCounts()
         """Drafts so far."""
         self.config, self._dtype, self._ahead = config, dtype, ahead
@@ -328,6 +332,7 @@ class Engine:
     ) -> "DecodeBatch":
         """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
         trees = trainable, frozen
+        self._tell_of_experts(trees, plan)
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         name = plan, kind, whole, leaves
@@ -345,6 +350,18 @@ class Engine:
         return DecodeBatch(
             programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, self.drafts, whole=whole
         )
+
+    def _tell_of_experts(self, trees: Trees, plan: CachePlan) -> None:
+        """Log once how experts are multiplied in decode steps, which take longer without kernels of few rows."""
+        if self._told:
+            return
+        self._told = True
+        trainable, frozen = trees
+        choice = choose_decoded_experts(self._model[0], trainable, frozen, self.config, self._dtype, plan.slots)
+        if choice is not None and choice.barred is None:
+            _log.info("experts: by kernels of few rows")
+        elif choice is not None and compute_capability() is not None:
+            _log.warning("experts: not by kernels of few rows: %s", choice.reason)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
         """Return the last call's plan where it serves this one's, since others need programs of their own."""

@@ -16,6 +16,7 @@ from jaxglue.hf.identity import Identity
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora import base_shapes, linear_layers
+from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, hf_name
 from jaxglue.ops.choices import SERVED
 
@@ -37,7 +38,7 @@ def add_adapters(
 
     Raises:
         ValueError: a folder that is no adapter, an adapter that does not fit the base, or one of another kind than
-            LoRA on linear layers.
+            LoRA on linear layers and experts.
     """
     shapes, linears = base_shapes(model), dict(linear_layers(model))
     adapters = {key: check_adapter(load_adapter(folder), shapes, base, name) for key, folder in folders.items()}
@@ -46,13 +47,14 @@ def add_adapters(
     ends = np.cumsum([0, *map(_largest_rank, adapters.values())])
     total = int(ends[-1]) + spare
     adapted = dict.fromkeys(path for adapter in adapters.values() for path in adapter.modules)
-    for path in _plain_paths(linears) if spare else adapted:
-        linear, (rows, columns) = linears[path], shapes[path]
-        A, B = np.zeros((total, columns), np.float32), np.zeros((rows, total), np.float32)
+    for path in dict.fromkeys([*adapted, *(_plain_paths(linears) if spare else ())]):
+        linear, (*experts, rows, columns) = linears[path], shapes[path]
+        A, B = np.zeros((*experts, total, columns), np.float32), np.zeros((*experts, rows, total), np.float32)
         for first, adapter in zip(ends[:-1], adapters.values(), strict=True):
             if (rows_of_A := adapter.tensors.get(f"{path}.lora_A")) is not None:
-                part = slice(first, first + len(rows_of_A))
-                A[part], B[:, part] = rows_of_A, adapter.config.scale_of(path) * adapter.tensors[f"{path}.lora_B"]
+                part = slice(first, first + rows_of_A.shape[-2])
+                A[..., part, :] = rows_of_A
+                B[..., part] = adapter.config.scale_of(path) * adapter.tensors[f"{path}.lora_B"]
         linear.add_lora(rank=total, scale=1.0, dropout=0.0, name=path, rngs=nnx.Rngs(0))
         linear.lora_A, linear.lora_B = nnx.LoRAParam(jnp.asarray(A)), nnx.LoRAParam(jnp.asarray(B))
     ranks = np.arange(total)
@@ -78,9 +80,14 @@ class SpareRanks:
         self._free = set(range(total - spare, total))
 
     def read(self, folder: Path) -> Adapter:
-        """Return a folder's adapter; errors as of `add_adapters`."""
+        """Return a folder's adapter; errors as of `add_adapters`, and for one on experts, which have no spare ranks."""
         adapter = check_adapter(load_adapter(folder), self._shapes, self._base, self._name)
         _require_plain(adapter, self._linears)
+        if on_experts := [path for path in adapter.modules if isinstance(self._linears[path], ExpertLinear)]:
+            raise ValueError(
+                f"{adapter.folder} has an adapter on {on_experts[0]}, and experts have no --adapter-ranks: name it at "
+                "the start (--adapters)"
+            )
         return adapter
 
     def take(self, adapter: Adapter) -> Bool[np.ndarray, " R"]:
@@ -106,15 +113,13 @@ class SpareRanks:
 
         def write(path: Any, values: jax.Array) -> jax.Array:
             module, _, matrix = hf_name(jax.tree_util.keystr(path, simple=True, separator=".")).rpartition(".")
-            part = np.zeros((end - first, *values.shape[1:]), np.float32)
-            if matrix == "lora_B":
-                part = np.zeros((*values.shape[:-1], end - first), np.float32)
+            at = np.s_[..., first:end, :] if matrix == "lora_A" else np.s_[..., first:end]
+            part = np.zeros(values[at].shape, np.float32)
             if (tensor := adapter.tensors.get(f"{module}.{matrix}")) is not None:
                 if matrix == "lora_A":
                     part[: len(tensor)] = tensor
                 else:
                     part[..., : tensor.shape[-1]] = adapter.config.scale_of(module) * tensor
-            at = np.s_[first:end] if matrix == "lora_A" else np.s_[..., first:end]
             return values.at[at].set(jnp.asarray(part, values.dtype))
 
         return jax.tree_util.tree_map_with_path(write, trainable)
@@ -125,12 +130,13 @@ def _plain_paths(linears: Mapping[str, object]) -> list[str]:
 
 
 def _largest_rank(adapter: Adapter) -> int:
-    return max(len(adapter.tensors[f"{path}.lora_A"]) for path in adapter.modules)
+    return max(adapter.tensors[f"{path}.lora_A"].shape[-2] for path in adapter.modules)
 
 
 def _require_plain(adapter: Adapter, linears: Mapping[str, object]) -> None:
-    """Raise ValueError for an adapter whose products are not just added to linear layers'."""
-    others = [path for path in adapter.modules if not isinstance(linears.get(path), Linear) or path.endswith(_LATENT)]
+    """Raise ValueError for an adapter whose products are not just added to those of linear layers and experts."""
+    summed = Linear | ExpertLinear
+    others = [path for path in adapter.modules if not isinstance(linears.get(path), summed) or path.endswith(_LATENT)]
     reasons = {
         "magnitudes (DoRA)": adapter.config.dora,
         "trained or new tokens": adapter.trains_vocabulary,

@@ -196,6 +196,21 @@ PINNING = Fitted(8 * _GIB, "bytes/s", "H200", _UNRECORDED)
 WORTH_COMPILING = Fitted(1.2 * _GIB, "bytes", "H100", _UNRECORDED)
 """Host memory whose use is as bad as a second of compilation."""
 
+# Sampling (`sampling`).
+DECODE_READ = Fitted(0.75, "of the bytes/s that kernels read", "H200", "benchmarks/results/rl_step_h200.json")
+"""Rate at which decode steps read weights, keys and values."""
+DECODE_MATMUL = Fitted(0.8, "of a layer's matmuls' FLOP/s", "H100, H200", "rl_step.json, rl_step_h200.json")
+"""Rate at which they multiply hundreds of rows."""
+_few = partial(Fitted, unit="of the bytes/s that kernels read", gpu="H200")
+EXPERTS_READ = {
+    "none": DECODE_READ,
+    "mxfp4": _few(0.45, method="gpt-oss-20b, 64 tokens, benchmarks/results/experts_few_rows.json"),
+    "fp8": _few(0.62, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
+    "nf4": _few(0.26, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
+    "int8": _few(0.54, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
+}
+"""The same for experts, by their format."""
+
 # Memory (`memory`).
 TEMPORARIES = _grid(1.03, "of `live_bytes.peak_bytes`")
 """XLA's temporary memory of a layer's backward pass; a twentieth of layers take more."""

@@ -6,7 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.generation.decoded_experts import choose_decoded_experts
+from jaxglue.generation.pages import MOST_SLOTS
 from jaxglue.models.family import find_family
+from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
@@ -63,10 +66,18 @@ def kernel_reasons(
     if model.moe is not None:
         activation = find_family(model.model_type).parts.experts.activation
         choices["experts"] = GROUPED_MATMUL.choose(capability, GroupedCall(dtype=dtype, activation=activation))
+        sampled = isinstance(workload.objective, RolloutObjective)
+        if sampled and (decoded := _decoded_experts(workload)) is not None:
+            choices["experts in sampling"] = decoded
     loss = CrossEntropyCall(dtype=dtype, vocab_size=model.vocab_size, softcap=model.scales.logit_softcap)
     choices["loss"] = CROSS_ENTROPY.choose(capability, loss)
     reasons |= {title: _backend_reason(choice) for title, choice in choices.items()}
     return reasons
+
+
+def _decoded_experts(workload: Workload) -> BackendChoice | None:
+    """Return how experts are multiplied while answers are sampled, as many at a time as any device decodes."""
+    return choose_decoded_experts(*abstract_parts(workload), workload.config, workload.dtype, MOST_SLOTS)
 
 
 def layer_forms(workload: Workload) -> dict[str, BackendChoice]:

@@ -20,6 +20,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
+from jaxglue.rl.teachers import ServedTeachers
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
@@ -162,6 +163,12 @@ class Prompts:
         """Return what judges the answers, and knows the tools of environments; their files are imported here."""
         return Judge(self.config.rollouts)
 
+    @cached_property
+    def teachers(self) -> ServedTeachers | None:
+        """Return the servers whose models judge tokens; they are asked here for the first time."""
+        rollouts = self.config.rollouts
+        return ServedTeachers(rollouts.teacher_server, rollouts.reward_timeout) if rollouts.teacher_server else None
+
     def read(
         self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
     ) -> PreparedData:
@@ -181,12 +188,19 @@ class Prompts:
         held_out = read(held_out=True) if config.data.eval_data else None
         if prompts.reader is not None:
             self._check_images(prompts.reader.rules.processor, tokenizer)
+        if self.teachers is not None:
+            self.teachers.check(prompts.prompts, tokenizer)
         rules = None if processor is None else image_rules(processor, config.data.sources[0], tokenizer)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out), images=rules)
 
     def _check_images(self, processor: Processor, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Refuse a teacher that sees images otherwise, or whose tower would be the one in training."""
         teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
+        if self.teachers is not None:
+            raise ValueError(
+                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out rows "
+                "with images, or name a folder by --teacher"
+            )
         if teacher == "base" and self.config.model.train_vision == "projector":
             raise ValueError(
                 "--teacher base has no projector of its own, where the projector trains as a whole: leave out "
@@ -233,6 +247,7 @@ class Prompts:
             seed=config.data.seed,
             shared=not self.why_copied,
             copies=self.model.recurrent is not None,
+            teachers=self.teachers,
             held_out=held_out,
         )
         steps = RolloutSteps(plan, config.run.output)

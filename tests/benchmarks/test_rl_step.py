@@ -8,7 +8,17 @@ from selection import repeats_parts_of
 TINY = ("--shape", "tiny", "--prompts", "2", "--answers", "2", "--longest", "8", "--row", "256", "--dtype", "float32")
 
 
-@pytest.mark.parametrize("flags", [(), ("--beta", "0.1"), ("--matmul", "fp8"), ("--quantize", "int8")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--beta", "0.1"),
+        ("--matmul", "fp8"),
+        ("--quantize", "int8"),
+        ("--shape", "tiny-moe", "--plain-experts"),
+        ("--shape", "tiny-qwen3-moe", "--quantize", "nf4"),
+    ],
+)
 def test_settings_of_recorded_commands_make_a_run(tmp_path, flags):
     import rl_step
 

@@ -24,6 +24,7 @@ from jaxglue.ops.moe import (
     GROUPED_MATMUL,
     ROUTE,
     ChooseCall,
+    ExpertAdapter,
     FewRowsExpertsCall,
     GroupedCall,
     RouteCall,
@@ -102,7 +103,14 @@ CALLS: list[tuple[Operation, str, Any]] = [
     (
         FEW_ROWS_EXPERTS,
         "triton",
-        FewRowsExpertsCall(dtype=HALF, rows=4, experts=2, matrices=(WEIGHT, WEIGHT), transpose_rhs=True),
+        FewRowsExpertsCall(
+            dtype=HALF,
+            rows=4,
+            experts=2,
+            matrices=(WEIGHT, WEIGHT),
+            adapters=(ExpertAdapter(jnp.ones((2, 8, 64)), jnp.ones((2, 64, 8))), None),
+            transpose_rhs=True,
+        ),
     ),
     (GROUPED_MATMUL, "triton", GroupedCall(dtype=HALF)),
     (ROUTE, "triton", RouteCall(assignments=8, experts=4)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops import names
 from jaxglue.ops.backend import (
@@ -15,6 +15,7 @@ from jaxglue.ops.backend import (
     Operation,
     check_hopper,
     check_one_device,
+    check_tried,
     check_triton,
 )
 from jaxglue.ops.moe.expert_parallel import expert_parallel
@@ -26,6 +27,7 @@ from jaxglue.ops.moe.reference import (
     ExpertLora,
     reference_grouped_matmul,
     reference_mlp,
+    scaled,
 )
 from jaxglue.ops.moe.routing import (
     ONE_GROUP,
@@ -116,6 +118,10 @@ MOST_ROWS = 32
 """Mean rows of an expert up to which reading its matrices takes longer than multiplying by them."""
 
 
+LARGEST_RANK = 64
+"""Rank of adapters up to which programs of few rows hold their second matrices beside sums."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FewRowsExpertsCall:
     """Meaning of the experts' feed-forward without gradients."""
@@ -137,8 +143,11 @@ def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
     check_one_device()
     if call.rows > MOST_ROWS * call.experts:
         raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
-    if any(adapter is not None for adapter in call.adapters):
-        raise NotImplementedError("experts have adapters")
+    ranks = [adapter.A.shape[1] for adapter in call.adapters if adapter is not None]
+    if ranks:
+        check_tried("adapters of experts with few rows")
+    if any(rank > LARGEST_RANK for rank in ranks):
+        raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
     for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
@@ -175,9 +184,10 @@ FEW_ROWS_EXPERTS = Operation(
             advantage="matrices are read once, as stored",
             reads={
                 FewRowsExpertsCall: {
-                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "transpose_rhs")),
+                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "adapters", "transpose_rhs")),
                     "activation": ("swiglu", "geglu", "gpt_oss", "relu2"),
                 },
+                ExpertAdapter: ("A", "B", "used"),
                 MXFP4: ("blocks", "scales"),
                 Stack: ("rows", "out"),
                 Int8Weight: ("codes", "absmax", "dtype"),
@@ -405,11 +415,12 @@ def moe_mlp(
         raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, got {activation!r}")
     if x.shape[0] != routing.expert_ids.shape[0]:
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
-    adapters, E = (lora or ExpertLora()).scaled, routing.group_sizes.shape[0]
+    lora = lora or ExpertLora()
+    adapters, E = lora.of_rows(routing), routing.group_sizes.shape[0]
     F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs)
     F = F if activation == "relu2" else F // 2
     _check_operands("down", down, (E, F), down_bias, adapters[1], transpose_rhs)
-    operands = x, routing, (gate_up, down), (gate_up_bias, down_bias), adapters
+    operands = x, routing, (gate_up, down), (gate_up_bias, down_bias)
     call = FewRowsExpertsCall(
         dtype=x.dtype,
         rows=routing.permutation.size,
@@ -420,11 +431,12 @@ def moe_mlp(
         transpose_rhs=transpose_rhs,
     )
     if inference and (few := FEW_ROWS_EXPERTS.load(call)) is not None:
-        return few.mlp(*operands[:4], activation=activation, transpose_rhs=transpose_rhs)
+        return few.mlp(*operands, adapters, activation=activation, transpose_rhs=transpose_rhs, lora_scale=lora.scale)
+    adapters = scaled(adapters[0], lora.scale), scaled(adapters[1], lora.scale)
     kernels = GROUPED_MATMUL.load(GroupedCall(dtype=x.dtype, activation=activation), backend=backend)
     if kernels is None:
-        return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
-    return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs, fp8=fp8)
+        return reference_mlp(*operands, adapters, activation=activation, transpose_rhs=transpose_rhs)
+    return fused_mlp(kernels, *operands, adapters, activation=activation, transpose_rhs=transpose_rhs, fp8=fp8)
 
 
 class ExpertProjection(NamedTuple):
@@ -444,6 +456,7 @@ def experts(
     activation: Activation,
     transpose_rhs: bool,
     lora_scale: float = 1.0,
+    ranks: Bool[Array, "M R"] | None = None,
     fp8: bool = False,
     inference: bool = False,
 ) -> Float[Array, "M D"]:
@@ -455,6 +468,7 @@ def experts(
         gate_up, down: of this device's experts.
         activation, transpose_rhs, fp8, inference: see `moe_mlp`.
         lora_scale: of both adapters.
+        ranks: of the adapters that each token uses, or [1, R] for all tokens; by default all use all.
     """
 
     def apply(x, routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
@@ -472,7 +486,7 @@ def experts(
             inference=inference,
         )
 
-    adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale)
+    adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale, ranks=ranks)
     return expert_parallel(apply, x, routing, adapters)
 
 

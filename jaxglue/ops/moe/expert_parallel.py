@@ -33,6 +33,7 @@ def expert_parallel(mlp: Mlp, x: Float[Array, "M D"], routing: Routing, adapters
     devices = axis_size("expert")
     if devices == 1:
         return mlp(x, routing, adapters)
+    assert adapters.ranks is None, "tokens that choose among adapters are answered by one device's programs"
     experts = routing.group_sizes.shape[0] // devices
     all_tokens, weights, adapters = _gather_tokens(x, routing.weights, adapters)
     local = _own_routing(routing, _gather(routing.expert_ids), weights, experts, devices)

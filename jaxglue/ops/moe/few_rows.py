@@ -1,19 +1,19 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels
 from jaxglue.ops.moe.kernels import combine_kernel
-from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
+from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, few_rows_tile
 from jaxglue.ops.moe.tiles import row_block
 from jaxglue.ops.quant.blocks import dynamic_code
@@ -35,6 +35,8 @@ class ExpertsTiles:
     num_stages: int
     registers: int | None = None
     """Most registers of a thread."""
+    ahead: int = 0
+    """Steps whose bytes of a row the L2 cache is asked to read together, for matrices of less than 16 bits; 0: none."""
 
 
 _TILES = {
@@ -89,6 +91,35 @@ def _stored(matrices: Array | Quantized) -> _StoredMatrices:
         return _StoredMatrices("bytes", rows.codes, rows.absmax, 1 / LARGEST)
     assert isinstance(rows, FP8Weight)
     return _StoredMatrices("bytes", rows.values, rows.scales)
+
+
+class _Adapter(NamedTuple):
+    """Adapter of one matrix of all experts as a kernel reads it."""
+
+    A: Float[Array, "E R K"]
+    B: Float[Array, "E N R"]
+    scale: float
+    used: UInt8[Array, "S R"] | None
+    """Whether a row uses a rank (not zero); None where all use all."""
+
+    @classmethod
+    def of(cls, adapter: ExpertAdapter | None, scale: float) -> "_Adapter | None":
+        """Return the operands of an adapter; None without."""
+        if adapter is None:
+            return None
+        return cls(adapter.A, adapter.B, scale, None if adapter.used is None else adapter.used.astype(jnp.uint8))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return the kernel's constants."""
+        rank = self.A.shape[1]
+        block_r = max(16, triton.next_power_of_2(rank))
+        return {"R": rank, "block_r": block_r, "factor_of_adapter": self.scale}
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of both matrices of all experts."""
+        return sum(part.size * part.dtype.itemsize for part in (self.A, self.B))
 
 
 def _columns(count: int, order: str) -> int:
@@ -161,9 +192,18 @@ class TritonFewRowsExperts(Launcher):
         return Routing(expert_ids=expert_ids, weights=weights, permutation=permutation, inverse=inverse, groups=groups)
 
     def mlp(
-        self, x: Float[Array, "M D"], routing: Routing, matrices, biases, *, activation: Activation, transpose_rhs: bool
+        self,
+        x: Float[Array, "M D"],
+        routing: Routing,
+        matrices,
+        biases,
+        adapters: tuple[ExpertAdapter | None, ExpertAdapter | None] = (None, None),
+        *,
+        activation: Activation,
+        transpose_rhs: bool,
+        lora_scale: float = 1.0,
     ) -> Float[Array, "M D"]:
-        """Compute `moe_mlp` from (gate_up, down) of matrices and biases."""
+        """Compute `moe_mlp` from (gate_up, down) of matrices, biases and adapters without their scale."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
         first, second = map(_stored, matrices)
         hidden = self._multiply(
@@ -171,13 +211,17 @@ class TritonFewRowsExperts(Launcher):
             routing,
             first,
             biases[0],
+            _Adapter.of(adapters[0], lora_scale),
             (D, F),
             activation=activation,
             transpose_rhs=transpose_rhs,
             tokens=routing.tokens,
             order=ORDERS[second.kind],
         )
-        rows = self._multiply(hidden, routing, second, None, (F, D), activation=None, transpose_rhs=transpose_rhs)
+        adapter = _Adapter.of(adapters[1], lora_scale)
+        rows = self._multiply(
+            hidden, routing, second, None, adapter, (F, D), activation=None, transpose_rhs=transpose_rhs
+        )
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
@@ -190,6 +234,7 @@ class TritonFewRowsExperts(Launcher):
         routing: Routing,
         matrices: _StoredMatrices,
         bias,
+        adapter: _Adapter | None,
         sizes: tuple[int, int],
         *,
         activation: Activation | None,
@@ -215,11 +260,13 @@ class TritonFewRowsExperts(Launcher):
             bias,
             None if activation is None else routing.row_weights,
             table,
+            # A constant: launches of a program run one after another, and each leaves zeros.
+            None if adapter is None else (adapter.A, adapter.B, jnp.zeros((1, table.shape[1]), jnp.int32)),
+            None if adapter is None else adapter.used,
+            *((None,) if adapter is None else ()),  # else low ranks are the first result
         )
-        least = BLOCK if matrices.nf4 else 32
+        least = {"nf4": BLOCK, "mxfp4": 128}.get(matrices.kind, 32)
         block_k = min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K)))
-        if matrices.kind == "mxfp4":
-            block_k = 128  # in whose order the columns are
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
         spec = few_rows_kernels.ExpertsSpec(
             E=E,
@@ -242,14 +289,19 @@ class TritonFewRowsExperts(Launcher):
             fewer=_fewer(row_tiles.rows),
             block_n=block_n,
             block_k=block_k,
+            ahead=0 if self.plain or matrices.kind == "plain" else tiles.ahead,
+            **({} if adapter is None else adapter.constants),
         )
-        columns = 2 * N if gated else N
-        moved = round(matrices.bytes * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
-        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * columns, bytes=moved)
-        grid = table.shape[1], triton.cdiv(N, block_n)
+        columns, rank = 2 * N if gated else N, spec.R
+        stored = matrices.bytes + (0 if adapter is None else adapter.bytes)
+        moved = round(stored * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
+        flops = 2 * S * (K * columns + rank * (K + columns))
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=flops, bytes=moved)
+        grid = table.shape[1], triton.cdiv(N, block_n) + (rank > 0)
         compiled = tiles.num_warps, tiles.num_stages
-        out_type = jax.ShapeDtypeStruct((S, out_columns), x.dtype)
+        widths = (*((spec.block_r,) if adapter else ()), out_columns)
+        out_types = tuple(jax.ShapeDtypeStruct((S, width), x.dtype) for width in widths)
         kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
-        return self._launch(
-            kernel, arrays, (out_type,), grid, {"spec": spec}, *compiled, cost=cost, registers=registers
-        )[0]
+        return self._launch(kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers)[
+            -1
+        ]

@@ -2,6 +2,10 @@
 
 As in `projection.few_rows_kernels`, matrices are the first operand of the matmul, whose instructions have 64 rows, and
 the few tokens its second. Rows of x are those of one expert each, as `RowTiles` tabulates them.
+
+The first programs of a launch multiply rows by their experts' first matrices of an adapter, while others read the
+experts' own matrices; these wait for the rows' low ranks at the end, as in that file, each for those of its tile. So
+adapters take no launches, and their matrices are read beside the others.
 """
 
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from jaxglue.ops.projection.few_rows_kernels import nf4_scales, nf4_tile, settled
+from jaxglue.ops.projection.few_rows_kernels import await_low_ranks, nf4_codes, nf4_scales, nf4_values, settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,13 @@ class ExpertsSpec:
     second may be zero, the fewest first."""
     block_n: int
     block_k: int
+    ahead: int = 0
+    """Steps whose columns of stored rows the L2 cache is asked to read together; 0 for none."""
+    R: int = 0
+    """Rank of the experts' adapter; 0 without."""
+    block_r: int = 16
+    factor_of_adapter: float = 1.0
+    """Multiplies the adapter's second matrices."""
 
 
 def _mxfp4_assembly() -> str:
@@ -65,6 +76,10 @@ def _mxfp4_assembly() -> str:
 
 
 MXFP4_ASSEMBLY = tl.constexpr(_mxfp4_assembly())
+PREFETCH = tl.constexpr(
+    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}"
+)
+"""Asks the L2 cache to read some bytes, a multiple of 16, unless they are fewer than one."""
 
 
 @triton.jit
@@ -121,6 +136,21 @@ def _decode_plain(words, index: tl.constexpr):
 
 
 @triton.jit
+def _ask_ahead(matrices, rows, step, spec: tl.constexpr):
+    """Ask the L2 cache to read the columns of `ahead` steps of some rows, before the first of these.
+
+    A step reads few bytes of each of many rows, which memory would fetch one by one.
+    """
+    ROW: tl.constexpr = spec.K // (2 if spec.stored == "mxfp4" or spec.stored == "nf4" else 1)
+    RUN: tl.constexpr = spec.ahead * spec.block_k * ROW // spec.K
+    if step % spec.ahead == 0:
+        begin = step // spec.ahead * RUN
+        size = tl.minimum(ROW - begin, RUN) + tl.zeros_like(rows).to(tl.int32)
+        at = (matrices + rows.to(tl.int64) * ROW + begin).to(tl.int64)
+        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the exponents of BLOCK_K columns of some rows."""
     block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
@@ -128,16 +158,33 @@ def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_words(blocks, rows, step, K: tl.constexpr, ROWS: tl.constexpr):
-    """Load 128 columns of some rows of matrices in MXFP4: the first two words of every block, and the last two."""
-    word = step * 16 + tl.arange(0, 16)
+def _mxfp4_words(blocks, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load BLOCK_K columns of some rows of matrices in MXFP4, eight in a word."""
+    word = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
     at = blocks.to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, None] * (K // 8) + word[None, :]
-    if K % 128 != 0:
-        words = tl.load(at, mask=(word < K // 8)[None, :], other=0, eviction_policy="evict_first")
+    if K % BLOCK_K != 0:
+        return tl.load(at, mask=(word < K // 8)[None, :], other=0, eviction_policy="evict_first")
     else:
-        words = tl.load(at, eviction_policy="evict_first")
+        return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _part(values, INDEX: tl.constexpr, COUNT: tl.constexpr):
+    """Return one of 1, 2 or 4 equal parts of columns."""
+    HALVINGS: tl.constexpr = COUNT // 2
+    for halving in tl.static_range(HALVINGS):
+        halves = tl.permute(tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2)), (0, 2, 1))
+        first, second = tl.split(halves)
+        values = second if INDEX >> (HALVINGS - 1 - halving) & 1 else first
+    return values
+
+
+@triton.jit
+def _words_of_part(words, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return two words of each of four blocks: the first two of 128 columns in even parts, the last two in odd ones."""
+    words = _part(words, PART // 2, BLOCK_K // 128)
     first, last = tl.split(tl.permute(tl.reshape(words, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
-    return tl.reshape(first, (ROWS, 8)), tl.reshape(last, (ROWS, 8))
+    return tl.reshape(last if PART % 2 else first, (ROWS, 8))
 
 
 @triton.jit
@@ -164,8 +211,20 @@ def _byte_tile(matrices, rows, scales, step, dtype: tl.constexpr, FACTOR: tl.con
         values = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
         values = tl.load(at, eviction_policy="evict_first")
-    values = tl.permute(tl.reshape(values, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
-    return (tl.reshape(values, (ROWS, BLOCK_K)).to(tl.float32) * (scales * FACTOR)[:, None]).to(dtype)
+    return (_in_pairs(values, ROWS, BLOCK_K).to(tl.float32) * (scales * FACTOR)[:, None]).to(dtype)
+
+
+@triton.jit
+def _in_pairs(values, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return columns in the order "pairs"; see `few_rows.ordered`."""
+    return tl.reshape(tl.permute(tl.reshape(values, (ROWS, BLOCK_K // 32, 4, 4, 2)), (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _in_codes(values, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return columns in the order "codes"; see `few_rows.ordered`."""
+    values = tl.permute(tl.reshape(values, (ROWS, BLOCK_K // 128, 4, 4, 2, 4)), (0, 1, 3, 5, 2, 4))
+    return tl.reshape(values, (ROWS, BLOCK_K))
 
 
 @triton.jit
@@ -200,12 +259,57 @@ def _load_x(at, ours, columns, X_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _shrink(x, tokens, down, used, low_ranks, unread, group, first, end, spec: tl.constexpr):
+    """Multiply a tile's rows by their expert's first matrix [R, K], and count their readers in `unread`.
+
+    low_ranks [S, block_r] are rounded to x's dtype, as training's; with used [S, R], others are zeros.
+    """
+    ranks = tl.arange(0, spec.block_r)
+    ours, at_x = _rows(x, tokens, first, end, spec.x_columns, spec.block_m)
+    at_down = down + (group.to(tl.int64) * spec.R + ranks)[:, None] * spec.K
+    acc = tl.full((spec.block_m, spec.block_r), 0.0, tl.float32)
+    # As much shared memory as the other programs' loops take at most, so that no fewer of these run at a time.
+    STAGES: tl.constexpr = 3 if spec.block_k * (2 * spec.block_m + 4 * spec.block_r) <= 24_576 else 2
+    for step in tl.range(0, tl.cdiv(spec.K, spec.block_k), num_stages=STAGES):
+        columns = step * spec.block_k + tl.arange(0, spec.block_k)
+        inside = (ranks < spec.R)[:, None] & (columns < spec.K)[None, :]
+        a = tl.load(at_down + columns[None, :], mask=inside, other=0.0)
+        values = _load_x(at_x, ours, columns, spec.x_columns, spec.block_k)
+        a = a.to(values.dtype)
+        if spec.stored == "mxfp4":
+            a = _in_codes(a, spec.block_r, spec.block_k)
+        elif spec.stored != "plain":
+            a = _in_pairs(a, spec.block_r, spec.block_k)
+        acc = tl.dot(values, tl.trans(a), acc)
+    row = first + tl.arange(0, spec.block_m)
+    if used is not None:
+        mask = ours[:, None] & (ranks < spec.R)[None, :]
+        acc = tl.where(tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0) != 0, acc, 0.0)
+    at = low_ranks + row.to(tl.int64)[:, None] * spec.block_r + ranks[None, :]
+    tl.store(at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
+    tl.debug_barrier()  # one thread signals that all have stored
+    tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
+
+
+@triton.jit
+def _expand(acc, b, low_ranks, first, end, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Add the products of rows b [ROWS, R] of an adapter's second matrix: the sum goes on, and is rounded once."""
+    row = first + tl.arange(0, BLOCK_M)
+    at = low_ranks + row.to(tl.int64)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    # Written by another program of this launch.
+    ranks = tl.load(at, mask=(row < end)[:, None], other=0.0, cache_modifier=".cg")
+    return tl.dot(b, tl.trans(ranks), acc)
+
+
+@triton.jit
 def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.constexpr, spec: tl.constexpr):
     """Store a tile's products, or activations, and zeros beyond N columns."""
     row = first + tl.arange(0, BLOCK_M)
     ours = row < end
     if biases is not None:
         acc += biases[:, None]
+    if row_weights is not None:  # training stores what it activates
+        acc = acc.to(out.dtype.element_ty).to(tl.float32)
     if spec.gated:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (spec.block_n, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
@@ -226,8 +330,8 @@ def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.conste
 
 @triton.jit
 def _multiply(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, out, group, first, end, n, column,
-    BLOCK_M: tl.constexpr, MORE: tl.constexpr, spec: tl.constexpr,
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, up, unread, low_ranks, out, group, first, end, n,
+    column, BLOCK_M: tl.constexpr, MORE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows, and MORE after them, by rows n of the group's matrix; see `experts_kernel`."""
     ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
@@ -245,25 +349,41 @@ def _multiply(
         scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, spec.K, spec.block_k)
     elif spec.stored == "bytes":
         row_scales = tl.load(scales + matrix + n)
-    # Values of a part of a step are decoded into registers, of which fewer leave room for more programs.
-    PARTS: tl.constexpr = 2 if spec.stored == "mxfp4" else 1
+    if spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
+        ranks = tl.arange(0, spec.block_r)
+        b = tl.load(up + (matrix + n)[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
+        b = (b.to(tl.float32) * spec.factor_of_adapter).to(x.dtype.element_ty)
+    # Values of a part of a step are decoded into registers, of which fewer leave room for more programs. Where a step
+    # reads 64 bytes of a row, longer steps read more of it at once: 256 columns a whole line of 128.
+    WIDTH: tl.constexpr = 64 if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
+    PARTS: tl.constexpr = spec.block_k // WIDTH if spec.block_k > WIDTH else 1
+    COLUMNS: tl.constexpr = spec.block_k // PARTS
+    if spec.ahead > 0:
+        _ask_ahead(matrices, matrix + n, 0, spec)
     for step in range(0, tl.cdiv(spec.K, spec.block_k)):
+        if spec.ahead > 0:
+            _ask_ahead(matrices, matrix + n, step + spec.ahead, spec)
         if spec.stored == "mxfp4":
-            words = _mxfp4_words(matrices, matrix + n, step, spec.K, ROWS)
+            words = _mxfp4_words(matrices, matrix + n, step, spec.K, spec.block_k)
             # Single bytes are not loaded ahead by the compiler.
             following = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
+        elif spec.stored == "nf4":
+            codes = nf4_codes(matrices, matrix + n, step, spec.K, spec.block_k)
+            next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
+            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+            scale, factor = next_scale, next_factor
         for part in tl.static_range(PARTS):
-            columns = step * spec.block_k + part * (spec.block_k // PARTS) + tl.arange(0, spec.block_k // PARTS)
+            columns = step * spec.block_k + part * COLUMNS + tl.arange(0, COLUMNS)
             values = _load_x(at_x, ours, columns, spec.x_columns, spec.block_k)
             if MORE:
                 values_too = _load_x(at_more, ours_too, columns, spec.x_columns, spec.block_k)
             if spec.stored == "mxfp4":
-                w = _mxfp4_tile(words[part], exponents, ROWS, spec.plain).to(values.dtype)
+                four = _part(exponents, part // 2, PARTS // 2)
+                w = _mxfp4_tile(_words_of_part(words, part, ROWS, spec.block_k), four, ROWS, spec.plain)
+                w = w.to(values.dtype)
             elif spec.stored == "nf4":
-                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
-                block_scale = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-                w = nf4_tile(matrices, matrix + n, step, block_scale, lookup, values.dtype, spec.K, ROWS, spec.block_k)
-                scale, factor = next_scale, next_factor
+                code, block_scale = _part(codes, part, PARTS), _part(block_scales, part, PARTS)
+                w = nf4_values(code, block_scale, lookup, values.dtype, ROWS, COLUMNS)
             elif spec.stored == "bytes":
                 w = _byte_tile(
                     matrices, matrix + n, row_scales, step, values.dtype, spec.factor, spec.K, ROWS, spec.block_k
@@ -287,6 +407,11 @@ def _multiply(
             if MORE:
                 more = settled(more)
 
+    if spec.R > 0:
+        await_low_ranks(unread, tl.cdiv(spec.N, spec.block_n))
+        acc = _expand(acc, b, low_ranks, first, end, BLOCK_M, spec.block_r)
+        if MORE:
+            more = _expand(more, b, low_ranks, first + BLOCK_M, end, MORE, spec.block_r)
     biases = None
     if bias is not None:
         biases = tl.load(bias + group * ALL + n).to(tl.float32)
@@ -303,7 +428,8 @@ def _multiply(
 
 @triton.jit
 def experts_kernel(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, out, spec: tl.constexpr,
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, low_ranks, out,
+    spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
 
@@ -311,14 +437,29 @@ def experts_kernel(
     [E, K, N] where they are not transposed, with 2N columns where they are gated. Scales are [E, N, K / 64] for NF4,
     with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
     is the product, or with `row_weights` the activation times these.
+
+    An adapter is first matrices [E, R, K], second ones [E, N or 2N, R], and for each tile a count of programs that have
+    yet to read its low ranks, zeros before and after the launch; see `few_rows_kernels` of projections. The grid then
+    has a row of programs more, the first ones, that compute low_ranks [S, block_r]. A row may use some of them alone.
     """
     table += tl.program_id(0)
     group, start = tl.load(table), tl.load(table + spec.tiles)
     end, before = tl.load(table + 2 * spec.tiles), tl.load(table + 3 * spec.tiles)
     if group == spec.E:  # the grid has room for the most tiles that groups of any sizes could need
         return
+    first = start + (tl.program_id(0) - before) * spec.block_m
+    tile, up, unread = tl.program_id(1), None, None
+    if spec.R > 0:
+        down, up, unread = adapter[0], adapter[1], adapter[2] + tl.program_id(0)
+        if tile == 0:
+            _shrink(
+                x=x, tokens=tokens, down=down, used=used, low_ranks=low_ranks, unread=unread, group=group, first=first,
+                end=end, spec=spec,
+            )  # fmt: skip
+            return
+        tile -= 1
     ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
-    column, lane = tl.program_id(1) * spec.block_n, tl.arange(0, ROWS)
+    column, lane = tile * spec.block_n, tl.arange(0, ROWS)
     if not spec.gated:
         n = column + lane
         inside = n < spec.N
@@ -330,20 +471,19 @@ def experts_kernel(
         inside = column + lane // 2 < spec.N
     if spec.N % spec.block_n != 0:
         n = tl.where(inside, n, 0)  # columns beyond the matrix are others, and not stored
-    first = start + (tl.program_id(0) - before) * spec.block_m
     FORMS: tl.constexpr = len(spec.fewer)
     for i in tl.static_range(FORMS):
         if end - first <= spec.fewer[i][0] + spec.fewer[i][1]:
             _multiply(
                 x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
-                row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column,
-                BLOCK_M=spec.fewer[i][0], MORE=spec.fewer[i][1], spec=spec,
+                row_weights=row_weights, up=up, unread=unread, low_ranks=low_ranks, out=out, group=group, first=first,
+                end=end, n=n, column=column, BLOCK_M=spec.fewer[i][0], MORE=spec.fewer[i][1], spec=spec,
             )  # fmt: skip
             return
     _multiply(
         x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
-        row_weights=row_weights, out=out, group=group, first=first, end=end, n=n, column=column,
-        BLOCK_M=spec.block_m, MORE=0, spec=spec,
+        row_weights=row_weights, up=up, unread=unread, low_ranks=low_ranks, out=out, group=group, first=first, end=end,
+        n=n, column=column, BLOCK_M=spec.block_m, MORE=0, spec=spec,
     )  # fmt: skip
 
 

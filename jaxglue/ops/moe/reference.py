@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, weighted_bias
@@ -24,9 +24,15 @@ class ExpertAdapter(NamedTuple):
 
     A: Float[Array, "E R K"]
     B: Float[Array, "E N R"]
+    used: Bool[Array, "S R"] | None = None
+    """Ranks that each row uses; None where all use all."""
+
+    def keep_used(self, low_rank: Float[Array, "S R"]) -> Float[Array, "S R"]:
+        """Return rows at their ranks, or gradients to them, with zeros at ranks that they do not use."""
+        return low_rank if self.used is None else jnp.where(self.used, low_rank, 0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=["scale"])
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down", "ranks"], meta_fields=["scale"])
 @dataclass(frozen=True, kw_only=True)
 class ExpertLora:
     """Adapters of the experts, of rank R each: y += scale · (x·Aᵀ)·Bᵀ."""
@@ -36,15 +42,21 @@ class ExpertLora:
     down: ExpertAdapter | None = None
     """A [E, R, F] and B [E, D, R]."""
     scale: float = 1.0
+    ranks: Bool[Array, "M R"] | None = None
+    """Ranks that each token uses, or [1, R] for all tokens; None where all use all."""
 
-    @property
-    def scaled(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
-        """Return both adapters with the scale in B."""
-        return _scaled(self.gate_up, self.scale), _scaled(self.down, self.scale)
+    def of_rows(self, routing: Routing) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
+        """Return both adapters, without the scale, with the ranks that each row of the routing uses."""
+        if self.ranks is None:
+            return self.gate_up, self.down
+        used = jnp.broadcast_to(self.ranks, (len(routing.expert_ids), self.ranks.shape[-1]))[routing.tokens]
+        gate_up, down = (adapter and adapter._replace(used=used) for adapter in (self.gate_up, self.down))
+        return gate_up, down
 
 
-def _scaled(adapter: ExpertAdapter | None, scale: float) -> ExpertAdapter | None:
-    return None if adapter is None else ExpertAdapter(adapter[0], scale * adapter[1])
+def scaled(adapter: ExpertAdapter | None, scale: float) -> ExpertAdapter | None:
+    """Return an adapter with the scale in B."""
+    return None if adapter is None else adapter._replace(B=scale * adapter.B)
 
 
 def activate(projected: Float[Array, "S columns"], activation: Activation) -> Float[Array, "S F"]:
@@ -79,7 +91,7 @@ def reference_grouped_matmul(
     out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out
-    low_rank = _matmul(lhs, adapter.A.mT, groups, None)
+    low_rank = adapter.keep_used(_matmul(lhs, adapter.A.mT, groups, None))
     return out + _matmul(low_rank, adapter.B.mT, groups, None)
 
 

@@ -144,8 +144,9 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
     matmul, rows = partial(spec.kernels.matmul, groups=groups), _rows(spec, "dispatch", lhs, routing)
     low_rank, term = None, None
     if adapter is not None:
-        A, B = (x.astype(lhs.dtype) for x in adapter)
-        low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LOW_RANK)
+        A, B = (x.astype(lhs.dtype) for x in adapter[:2])
+        low_rank = adapter.keep_used(matmul(rows, A, None, transpose_rhs=True))
+        low_rank = checkpoint_name(low_rank, names.LOW_RANK)
         term = ExpertLowRank(low_rank, B, True)
     own_bias = None if spec.exchange == "combine" else bias
     out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)
@@ -235,8 +236,8 @@ def _adapter_backward(spec, r: _GroupedResiduals, lhs: ExpertRows, drows: Expert
     """Return (low-rank term of the gradient to lhs, gradient to the adapter)."""
     if r.adapter is None:
         return None, None
-    A, B = (x.astype(drows.array.dtype) for x in r.adapter)
-    dlow_rank = spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False)
+    A, B = (x.astype(drows.array.dtype) for x in r.adapter[:2])
+    dlow_rank = r.adapter.keep_used(spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False))
     term = ExpertLowRank(dlow_rank, A, False)
     if r.low_rank is None:
         return term, None

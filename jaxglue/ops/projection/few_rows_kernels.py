@@ -127,13 +127,24 @@ def nf4_scales(blocks, groups, rows, step, K: tl.constexpr, BLOCK_K: tl.constexp
 def nf4_tile(codes, rows, step, scales, lookup, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
               BLOCK_K: tl.constexpr):  # fmt: skip
     """Return BLOCK_K columns of some rows of a weight in NF4."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    byte = step * HALF + tl.arange(0, HALF)
+    return nf4_values(nf4_codes(codes, rows, step, K, BLOCK_K), scales, lookup, dtype, ROWS, BLOCK_K)
+
+
+@triton.jit
+def nf4_codes(codes, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the codes of BLOCK_K columns of some rows, two in a byte."""
+    byte = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     at = codes + rows.to(tl.int64)[:, None] * (K // 2) + byte[None, :]
     if K % BLOCK_K != 0:
-        code = tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
+        return tl.load(at, mask=(byte < K // 2)[None, :], other=0, eviction_policy="evict_first")
     else:
-        code = tl.load(at, eviction_policy="evict_first")
+        return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def nf4_values(code, scales, lookup, dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the values of the codes of BLOCK_K columns, times the scales of their blocks."""
+    HALF: tl.constexpr = BLOCK_K // 2
     code = tl.reshape(tl.permute(tl.reshape(code, (ROWS, HALF // 16, 4, 4)), (0, 1, 3, 2)), (ROWS, HALF))
     scale = tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, BLOCK_K // 64, 32)), (ROWS, HALF))
     if lookup is not None:  # for the interpreter, which knows no instructions
@@ -191,7 +202,7 @@ def _shrink(
 
 
 @triton.jit
-def _await_low_ranks(unread, TILES: tl.constexpr):
+def await_low_ranks(unread, TILES: tl.constexpr):
     """Wait until all adapters' inputs are at their ranks, and count this reader."""
     left = tl.atomic_add(unread, 0, sem="acquire")
     while (left < 1) | (left > TILES):
@@ -323,7 +334,7 @@ def few_rows_kernel(
             return
         tl.store(counters + tile, 0)
     if R > 0:
-        _await_low_ranks(counters + TILES + COUNT, TILES)
+        await_low_ranks(counters + TILES + COUNT, TILES)
     if SPLITS > 1:
         acc = tl.load(tile_parts + at, cache_modifier=".cg")
         for other in range(1, SPLITS):

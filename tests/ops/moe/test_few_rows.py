@@ -15,6 +15,8 @@ from jaxglue.ops.moe import (
     FEW_ROWS_EXPERTS,
     ROUTE,
     ChooseCall,
+    ExpertAdapter,
+    ExpertLora,
     FewRowsExpertsCall,
     GroupMetadata,
     moe_mlp,
@@ -33,6 +35,15 @@ def draw(seed, *shape):
 def uneven_logits(M, E):
     """Return logits of which the first expert gets no token, and others few or many."""
     return (draw(0, M, E) + jnp.asarray([0, 0, 1, -1])[jnp.arange(E) % 4]).at[:, 0].set(-100.0)
+
+
+def adapters(E, D, F, ranks, chosen=None):
+    """Return adapters of gate and up and of down, of these ranks, 0 for none; of which tokens use the chosen."""
+
+    def adapter(seed, K, N, R):
+        return ExpertAdapter(draw(seed, E, R, K) / K**0.5, draw(seed + 1, E, N, R)) if R else None
+
+    return ExpertLora(gate_up=adapter(6, D, 2 * F, ranks[0]), down=adapter(8, F, D, ranks[1]), scale=0.7, ranks=chosen)
 
 
 def case(M, E, k, D, F, *, transposed=True, stored=None, bias=False, activation="swiglu"):
@@ -78,6 +89,47 @@ def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
     want = moe_mlp(*arrays, **options, backend="reference")
     with FEW_ROWS_EXPERTS.using(kernels):
         got = moe_mlp(*arrays, **options, inference=True)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "ranks"),
+    [
+        ((5, 8, 2, 48, 40), {}, (4, 4)),
+        ((52, 4, 2, 160, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}, (4, 3)),  # tiles of 32 to 64
+        ((9, 4, 2, 128, 64), {"stored": "nf4"}, (0, 16)),
+        ((9, 4, 2, 96, 64), {"stored": "fp8"}, (20, 4)),
+        repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}, (4, 0)),
+        repeat((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_interpreted_kernels_add_adapters(sizes, options, ranks, several, kernels):
+    (M, E, _, D, F), (arrays, options) = sizes, case(*sizes, **options)
+    chosen = jnp.asarray(np.random.default_rng(4).random((M, max(ranks))) < 0.5) if several and all(ranks) else None
+    if chosen is not None:
+        ranks = max(ranks), max(ranks)
+    lora = adapters(E, D, F, ranks, chosen)
+    want = moe_mlp(*arrays, **options, lora=lora, backend="reference")
+    with FEW_ROWS_EXPERTS.using(kernels):
+        got = moe_mlp(*arrays, **options, lora=lora, inference=True)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wide", "K"),
+    [("mxfp4", 256, 288), repeat("mxfp4", 512, 288), ("nf4", 256, 320), repeat("nf4", 512, 512)],
+)
+def test_interpreted_kernels_read_more_of_a_row_in_a_step(stored, wide, K, interpreted):
+    from jaxglue.ops.moe.few_rows import ExpertsTiles, TritonFewRowsExperts
+
+    tiles = ExpertsTiles(block_n=32, block_k=wide, num_warps=4, num_stages=1)
+    kernels = interpreted(TritonFewRowsExperts)(compute_capability=90, tiles=tiles, plain=True)
+    arrays, options = case(5, 3, 2, K, 64, stored=stored)
+    lora = adapters(3, K, 64, (4, 4))
+    want = moe_mlp(*arrays, **options, lora=lora, backend="reference")
+    with FEW_ROWS_EXPERTS.using(kernels):
+        got = moe_mlp(*arrays, **options, lora=lora, inference=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
@@ -152,22 +204,28 @@ def meaning(x, routing, matrices, options, adapters=(None, None)):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lora", [None, "one", "several"])
 @pytest.mark.parametrize("stored", [None, "mxfp4", "nf4", "fp8", "int8"])
-def test_kernels_match_the_reference_on_a_gpu(stored):
+def test_kernels_match_the_reference_on_a_gpu(stored, lora):
     M, E, k, D, F = 60, 16, 4, 512, 320
+    if lora:
+        chosen = jnp.asarray(np.random.default_rng(4).random((M, 24)) < 0.5)
+        lora = adapters(E, D, F, (24, 24), chosen if lora == "several" else None)
     (x, routing, *matrices), options = case(M, E, k, D, F, stored=stored)
     if not stored:
         matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
-    kernels = FEW_ROWS_EXPERTS.load(meaning(x.astype(jnp.bfloat16), routing, matrices, options))
+    of_rows = (None, None) if lora is None else lora.of_rows(routing)
+    kernels = FEW_ROWS_EXPERTS.load(meaning(x.astype(jnp.bfloat16), routing, matrices, options, of_rows))
     assert kernels is not None
     with jax.default_matmul_precision("highest"):
         exact = [m if stored else m.astype(jnp.float32) for m in matrices]
-        want = moe_mlp(x.astype(jnp.bfloat16).astype(jnp.float32), routing, *exact, **options, backend="reference")
+        rows = x.astype(jnp.bfloat16).astype(jnp.float32)
+        want = moe_mlp(rows, routing, *exact, **options, lora=lora, backend="reference")
     routed = route(uneven_logits(M, E), k, normalize=True)
     jax.tree.map(np.testing.assert_array_equal, routed.groups.sizes, routing.groups.sizes)
     np.testing.assert_array_equal(routed.permutation, routing.permutation)
-    for each in (routing, routed):
-        got = moe_mlp(x.astype(jnp.bfloat16), each, *matrices, **options, inference=True)
+    for each in (routing, routed, routing):  # counts of readers are zeros again after a launch
+        got = moe_mlp(x.astype(jnp.bfloat16), each, *matrices, **options, lora=lora, inference=True)
         assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
@@ -178,18 +236,23 @@ def test_training_takes_other_kernels():
 
 
 def test_obstacles_are_named():
-    def reason(M, adapter=None, **options):
+    def reason(M, rank=4, **options):
         (x, routing, *matrices), options = case(M, 4, 2, 32, 32, **options)
-        call = meaning(x.astype(jnp.bfloat16), routing, matrices, options, (adapter, None))
+        of_rows = adapters(4, 32, 32, (rank, 4)).of_rows(routing)
+        call = meaning(x.astype(jnp.bfloat16), routing, matrices, options, of_rows)
         return FEW_ROWS_EXPERTS.choose((9, 0), call).reason
 
     assert "more than 32 rows each" in reason(65, stored="mxfp4")
-    assert "experts have adapters" in reason(3, adapter="some", stored="mxfp4")
+    assert "rank must be at most 64, got 65" in reason(3, rank=65, stored="mxfp4")
+    assert "matrices are read once" in reason(3, stored="mxfp4")
     assert "another dtype" in reason(3)
 
 
-@pytest.mark.parametrize("stored", ["mxfp4", "nf4", repeat("fp8"), repeat(None)])
-def test_kernels_compile_for_a_gpu(stored, h200, monkeypatch):
+@pytest.mark.parametrize(
+    ("stored", "rank"),
+    [("mxfp4", 0), ("mxfp4", 16), ("nf4", 0), repeat("nf4", 64), repeat("fp8", 0), repeat("fp8", 8), repeat(None, 16)],
+)
+def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
     from jax_triton import triton_lib
 
     compile, texts = triton_lib.compile_ttir_inplace, []
@@ -211,11 +274,16 @@ def test_kernels_compile_for_a_gpu(stored, h200, monkeypatch):
         blocks = half(E, rows, columns // 32, 16, dtype=jnp.uint8)
         return MXFP4(blocks=blocks, scales=half(E, rows, columns // 32, dtype=jnp.uint8))
 
-    def mlp(x, logits, gate_up, down):
-        return moe_mlp(x, route(logits, 2, inference=True), gate_up, down, transpose_rhs=True, inference=True)
+    def adapter(rows, columns):
+        return ExpertAdapter(half(E, rank, columns, dtype=jnp.float32), half(E, rows, rank, dtype=jnp.float32))
 
+    def mlp(x, logits, gate_up, down, lora):
+        routing = route(logits, 2, inference=True)
+        return moe_mlp(x, routing, gate_up, down, transpose_rhs=True, lora=lora, inference=True)
+
+    lora = ExpertLora(gate_up=adapter(2 * F, D), down=adapter(D, F), scale=2.0) if rank else None
     with tracing_for((9, 0)):
-        program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F)).compile()
-    assert program.as_text().count("triton_kernel_call_ffi") == 5
+        program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F), lora).compile()
+    assert program.as_text().count("triton_kernel_call_ffi") == 5  # adapters have no launches of their own
     matmuls = [text for text in texts if "wgmma.mma_async" in text]
     assert len(matmuls) == 2 and not any(map(matmuls_left_running, matmuls))

@@ -1,0 +1,91 @@
+"""Predicted time of sampling answers: prompts, and decode steps that read weights, experts and the cache."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.flops import matmul_parameters
+from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.workload import Workload, abstract_parts
+
+_EXPERTS = "experts"
+"""Part of the paths of experts' parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCost:
+    """What a decode step reads and multiplies."""
+
+    weights: float
+    """Bytes of all parameters but experts', and but an embedding that is no output projection."""
+    experts: float
+    """Bytes of all experts with their adapters."""
+    chosen: float
+    """Share of a layer's experts that a token chooses."""
+    expert_rate: float
+    """Share of the memory's rate at which experts in their format are read."""
+    flops: float
+    """Of a token's matmuls."""
+    token_bytes: float
+    """Of a token in the cache of all layers."""
+
+    @classmethod
+    def of(cls, workload: Workload, token_bytes: float) -> "DecodeCost":
+        """Return the cost of a model with its live adapters, whose tokens have so many bytes in the cache."""
+        graphdefs, *trees = abstract_parts(workload)
+        moe = workload.config.moe
+        sizes = {True: 0.0, False: 0.0}
+        for tree in trees:
+            read = tree if graphdefs.lm_head is None else {k: v for k, v in tree.items() if k != "embed_tokens"}
+            for path, leaf in jax.tree_util.tree_leaves_with_path(read):
+                is_expert = f"'{_EXPERTS}'" in jax.tree_util.keystr(path)
+                sizes[is_expert] += leaf.size * leaf.dtype.itemsize
+        return cls(
+            weights=sizes[False],
+            experts=sizes[True],
+            chosen=1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts,
+            expert_rate=1.0 if moe is None else fitted.EXPERTS_READ[moe.quantize],
+            flops=2.0 * matmul_parameters(workload.config),
+            token_bytes=token_bytes,
+        )
+
+    def steps(self, gpu: Gpu, live: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " steps"]:
+        """Return the seconds of steps with so many live answers, without reading the cache."""
+        read = self.weights / (fitted.DECODE_READ * gpu.copy)
+        multiplied = self.flops * live / (fitted.DECODE_MATMUL * gpu.matmul)
+        touched = 1 - (1 - self.chosen) ** live
+        return np.maximum(read, multiplied) + self.experts * touched / (self.expert_rate * gpu.copy)
+
+    def seconds(self, gpu: Gpu, lengths: Int[np.ndarray, " answers"], prompt: int, each: int, slots: int) -> float:
+        """Return the seconds in which answers are sampled.
+
+        Args:
+            gpu: its rates.
+            lengths: of the answers, in the order in which they begin.
+            prompt: tokens of a prompt, which is read once for its answers.
+            each: answers to a prompt.
+            slots: answers at a time.
+        """
+        live = _live(lengths.tolist(), slots)
+        cached = self.token_bytes * (lengths * (prompt + lengths / 2)).sum()
+        prompts = self.flops * prompt * len(lengths) / each
+        return float(self.steps(gpu, live).sum() + cached / (fitted.DECODE_READ * gpu.copy) + prompts / gpu.matmul)
+
+
+def _live(lengths: Sequence[int], slots: int) -> Float[np.ndarray, " steps"]:
+    """Return the number of answers that decode in each step, each as soon as a slot is free."""
+    free, spans = [0] * slots, list[tuple[int, int]]()
+    for length in lengths:
+        begin = heapq.heappop(free)
+        spans.append((begin, begin + length))
+        heapq.heappush(free, begin + length)
+    changes = np.zeros(max(end for _, end in spans) + 1)
+    for begin, end in spans:
+        changes[begin] += 1
+        changes[end] -= 1
+    return np.cumsum(changes)[:-1]

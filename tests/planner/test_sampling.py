@@ -1,0 +1,56 @@
+"""Predicted times of sampling are near recorded ones, and count experts, the cache and answers at a time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.generation.pages import token_bytes
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.sampling import DecodeCost, _live
+from jaxglue.planner.workload import Workload
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = find_gpu("H200")
+
+
+def cost_of(raw, quantize):
+    config = config_from_hf(raw).quantized(quantize)
+    workload = Workload(config=config, batch_size=1, seq_len=16384, lora=LoraConfig(rank=16, alpha=32))
+    return DecodeCost.of(workload, token_bytes(config, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("file", "gpu"), [("rl_step_h200", "H200"), ("rl_fp8_h200", "H200"), ("rl_fp8", "H100")])
+def test_predictions_are_near_recorded_steps(file, gpu, monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    from rl_step import PROMPT, forced_lengths
+    from shapes import SHAPES
+
+    (run,) = json.loads((RESULTS / f"{file}.json").read_text())["results"]
+    quantize = "fp8" if "fp8" in file else "none"
+    cost = cost_of(SHAPES["qwen3-8b"], quantize)
+    seconds = cost.seconds(find_gpu(gpu), forced_lengths(512, 1024), PROMPT, 8, 512)
+    assert seconds == pytest.approx(run["sampling"], rel=0.15)
+
+
+def test_few_tokens_read_the_experts_that_they_choose(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    from shapes import SHAPES
+
+    cost = cost_of(SHAPES["qwen3-30b-a3b"], "nf4")
+    values = 48 * 128 * 3 * 2048 * 768
+    assert cost.experts == pytest.approx(values * 0.516 + 4 * 48 * 128 * 16 * (2048 + 1536 + 768 + 2048), rel=0.01)
+    one, many = cost.steps(H200, np.array([1.0, 512.0]))
+    read = replace(cost, experts=0.0).steps(H200, np.array([1.0, 512.0]))
+    assert (one - read[0]) / (many - read[1]) == pytest.approx(8 / 128, rel=0.01)
+
+
+def test_answers_wait_for_slots():
+    assert _live([3, 1, 2], 2).tolist() == [2, 2, 2]
+    assert _live([3, 1, 2], 3).tolist() == [3, 2, 1]
+    assert _live([2, 2], 1).tolist() == [1, 1, 1, 1]
