@@ -198,8 +198,8 @@ class Prompts:
         teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
         if self.teachers is not None:
             raise ValueError(
-                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out rows "
-                "with images, or name a folder by --teacher"
+                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out "
+                "rows with images, or name a folder by --teacher"
             )
         if teacher == "base" and self.config.model.train_vision == "projector":
             raise ValueError(
