@@ -26,7 +26,10 @@ import numpy as np
 from measure import ROOT, write_results
 
 QUICKSTART = ROOT / "jaxglue" / "recipes" / "quickstart" / "model"
+KINDS = ("large", "many", "long", "grammars", "headers")
 _BODY = 3_900_000
+_CONNECTIONS = 50
+"""Connections whose headers come a byte a second."""
 _START = 20.0
 """Seconds before the first phase, in which clients ask already and the hostile one's process starts."""
 _SETTLE = 1.0
@@ -126,16 +129,19 @@ async def _drip(port: int, end: float) -> None:
         writer.close()
 
 
-def hostile(port: int, phases: list[tuple[float, float]], answers: "multiprocessing.Queue") -> None:
+def hostile(
+    port: int, phases: list[tuple[float, float]], kinds: tuple[str, ...], answers: "multiprocessing.Queue"
+) -> None:
     """Attack in phases, begins and ends of `time.monotonic`; put the statuses by kind into the queue."""
-    requests, statuses = bodies(), dict[str, int]()
+    requests, statuses = {kind: sent for kind, sent in bodies().items() if kind in kinds}, dict[str, int]()
+    connections = _CONNECTIONS if "headers" in kinds else 0
     answers.put(None)
 
     async def run() -> None:
         for begin, end in phases:
             await asyncio.sleep(begin - time.monotonic())
             attacks = [_attack(port, kind, bodies, end, statuses) for kind, bodies in requests.items()]
-            await asyncio.gather(*attacks, *(_drip(port, end) for _ in range(50)))
+            await asyncio.gather(*attacks, *(_drip(port, end) for _ in range(connections)))
 
     asyncio.run(run())
     answers.put(statuses)
@@ -160,8 +166,8 @@ def server(model: Path, port: int, log: Path):
             run.wait(60)
 
 
-async def measure(port: int, phases: int, seconds: float, clients: int, pause: float) -> dict:
-    """Return the others' latencies without and with the hostile client, in turns."""
+async def measure(port: int, phases: int, seconds: float, clients: int, pause: float, kinds: tuple[str, ...]) -> dict:
+    """Return the others' latencies without and with the hostile client, who sends requests of kinds, in turns."""
     samples: list[tuple[float, float, int]] = []
     begin = time.monotonic() + _START
     end = begin + phases * seconds
@@ -169,7 +175,8 @@ async def measure(port: int, phases: int, seconds: float, clients: int, pause: f
     context = multiprocessing.get_context("spawn")
     answers: multiprocessing.Queue = context.Queue()
     begins = [begin + phase * seconds for phase in range(1, phases, 2)]
-    attacker = context.Process(target=hostile, args=(port, [(b, b + seconds - 1.0) for b in begins], answers))
+    spans = [(begin, begin + seconds - 1.0) for begin in begins]
+    attacker = context.Process(target=hostile, args=(port, spans, kinds, answers))
     attacker.start()
     await asyncio.gather(*asking)
     assert answers.get(timeout=60) is None
@@ -200,18 +207,20 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between a client's requests")
     parser.add_argument("--phases", type=int, default=8)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what the hostile client sends")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--gpu", default="none: the CPU", help="name for the result file")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, server(arguments.model, arguments.port, Path(folder) / "log") as run:
-        settings = arguments.phases, arguments.seconds, arguments.clients, arguments.pause
+        settings = arguments.phases, arguments.seconds, arguments.clients, arguments.pause, tuple(arguments.kinds)
         result = asyncio.run(measure(arguments.port, *settings))
         memory = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{run.pid}/status").read_text())
         result["server_memory_gib"] = round(int(memory[1]) / 2**20, 2) if memory else None
     result |= {
         "model": arguments.model.name,
+        "kinds": arguments.kinds,
         "clients": arguments.clients,
         "pause_s": arguments.pause,
         "phase_s": arguments.seconds,

@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from time import monotonic
 from typing import Any, NamedTuple
 
 import jax
@@ -394,6 +395,17 @@ def completion_of(sequence: Sequence, finish: Finish) -> Completion:
     return Completion(sequence.number, sequence.answer, ids, log_probs, model_log_probs, most_likely, finish)
 
 
+class _Window(NamedTuple):
+    """A window under way."""
+
+    work: SchedulerOutput
+    sampled: Any
+    """Its results to come."""
+    size: int
+    """Answers for which its program is."""
+    sizes: WindowSizes
+
+
 _OPEN: "weakref.WeakSet[DecodeBatch]" = weakref.WeakSet()
 
 
@@ -442,7 +454,9 @@ class DecodeBatch:
         )
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""
-        self._under_way, self._vocabulary = deque[tuple[SchedulerOutput, Any]](), vocabulary
+        self._under_way, self._vocabulary = deque[_Window](), vocabulary
+        self._received: float | None = None
+        """When the results of a window came whose successor was under way."""
         self._others = dict[Features, WindowSizes]()
         """Windows in which some answer uses more than most do."""
         _OPEN.add(self)
@@ -495,20 +509,28 @@ class DecodeBatch:
         all_sizes = [self._sizes, *self._others.values()]
         for sizes in all_sizes:
             sizes.give_up()
-        jax.block_until_ready([results for _, results in self._under_way])
+        jax.block_until_ready([window.sampled for window in self._under_way])
         for sizes in all_sizes if self._whole else ():
             sizes.wait()
 
-    def advance(self) -> Iterator[NewTokens]:
-        """Start a window, and yield the answers of the one before with their new tokens, and why they ended."""
-        work = None if self._scheduler.is_done else self._scheduler.next()
-        if work:
-            self._under_way.append((work, self._dispatch(work)))
-        if self._under_way and (not work or len(self._under_way) > 1):
-            yield from self._receive(*self._under_way.popleft())
+    def advance(self, resting: Collection[Sequence] = ()) -> Iterator[NewTokens]:
+        """Start a window, and yield the answers of the one before with their new tokens, and why they ended.
 
-    def _dispatch(self, work: SchedulerOutput) -> Sampled:
-        """Start the prefill and the window; return its results to come."""
+        Args:
+            resting: answers that keep their slots and do not decode in it.
+        """
+        work = None if self._scheduler.is_done else self._scheduler.next(resting)
+        if work:
+            self._under_way.append(self._dispatch(work))
+        if self._under_way and (not work or len(self._under_way) > 1):
+            yield from self._receive(self._under_way.popleft())
+
+    def widest(self, count: int, *, as_fast: bool) -> int:
+        """Return to how many answers a window is best filled up; arguments as of `WindowSizes.widest`."""
+        return self._sizes.widest(count, as_fast=as_fast)
+
+    def _dispatch(self, work: SchedulerOutput) -> "_Window":
+        """Start the prefill and the window; return it with its results to come."""
         programs, trees = self._programs, self._trees
         self._move_pages(work)
         for row in work.rows:
@@ -539,7 +561,7 @@ class DecodeBatch:
             self._compile_beside(sizes, features, arguments[-1])
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
-        return sampled
+        return _Window(work, sampled, size, sizes)
 
     def _move_pages(self, work: SchedulerOutput) -> None:
         """Copy pages of held answers to the host, and those that are needed again back."""
@@ -594,13 +616,17 @@ class DecodeBatch:
         """Return the slots for further answers than those that have or await one."""
         return self._scheduler.free_slots
 
-    def _receive(self, work: SchedulerOutput, sampled: Any) -> Iterator[NewTokens]:
+    def _receive(self, window: "_Window") -> Iterator[NewTokens]:
         """Yield the new tokens of a window's answers.
 
         Raises:
             ValueError: logits that are infinite or NaN.
         """
-        steps: Any = jax.device_get(sampled)
+        work, steps = window.work, jax.device_get(window.sampled)
+        now = monotonic()
+        if self._received is not None and not (work.prompts or work.suffixes):
+            window.sizes.note(window.size, now - self._received)
+        self._received = now if self._under_way else None
         for copy in self._leaving:
             copy.values = jax.device_get(copy.values)  # so that the device's copies are freed
         self._leaving.clear()

@@ -249,8 +249,12 @@ class Scheduler:
         """Return the slots less the answers that wait for one; below 0 where more wait."""
         return len(self._slots) - len(self._waiting)
 
-    def next(self) -> SchedulerOutput | None:
-        """Return the next window and what precedes it; None while results of windows under way decide."""
+    def next(self, resting: Collection[Sequence] = ()) -> SchedulerOutput | None:
+        """Return the next window and what precedes it; None while results of windows under way decide.
+
+        Args:
+            resting: answers that keep their slots and do not decode in it.
+        """
         for sequence in [sequence for sequence in self._running if sequence.ends_under_way]:
             self._leave(sequence, ends=True)  # it ends in a window under way, so its slot is free after that
         work = SchedulerOutput()
@@ -259,7 +263,8 @@ class Scheduler:
         self._promised = sum(map(self._promise, self._running))
         while self._waiting and self._slots and self._admit(work):
             pass
-        going = [sequence for sequence in self._running if not sequence.waits]
+        rests = set(resting).difference(work.fresh)  # who has just got a slot begins
+        going = [sequence for sequence in self._running if not sequence.waits and sequence not in rests]
         work.fresh += [sequence for sequence in going if sequence.matcher and sequence not in work.fresh]
         # The longest first: programs of attention begin in this order, and the last ones to end are short.
         work.answers = sorted(going, key=lambda sequence: -sequence.reach)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
+from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -13,6 +15,10 @@ _SMALLEST_SIZE, _STEP = 8, 64
 """Sequences below which a window takes hardly less time, and from which it takes less for each such number left out."""
 _PARTS = 8
 """A part of the slots of which multiples are compiled where it is above `_STEP`, and below which nothing is."""
+_KNOWN_FOR, _LATEST = 60.0, 0.3
+"""Seconds for which the time of a size is known, and the weight of its latest window."""
+_SLOWER, _GAIN = 1.25, 1.1
+"""Time of a window, relative to a smaller one's, that is as good; tokens a second, likewise, that are more."""
 
 
 class WindowSizes:
@@ -24,6 +30,35 @@ class WindowSizes:
     def __init__(self, slots: int):
         self._slots, self._ready = slots, dict[int, Any]()
         self._asked, self._under_way = False, list[Future]()
+        self._times = dict[int, tuple[float, float]]()
+        """Seconds of a window of each size, and when they were known."""
+
+    def note(self, size: int, seconds: float) -> None:
+        """Note what a window of this size took."""
+        before = self._time(size)
+        mean = seconds if before is None else before + _LATEST * (seconds - before)
+        self._times[size] = mean, monotonic()
+
+    def widest(self, count: int, *, as_fast: bool) -> int:
+        """Return the largest size to which windows of `count` answers, or more, may be filled up.
+
+        Args:
+            count: answers that decode in any case.
+            as_fast: up to the size whose windows take about as long; otherwise up to that from which larger ones hardly
+                give more tokens a second. Sizes whose times are not known may be filled, so that they become known.
+        """
+        sizes = [size for size in sorted({*self._ready, self._slots}) if size >= count]
+        for smaller, larger in pairwise(sizes):
+            least, time = self._time(sizes[0] if as_fast else smaller), self._time(larger)
+            if least is None or time is None:
+                continue
+            if time > least * (_SLOWER if as_fast else larger / smaller / _GAIN):
+                return smaller
+        return self._slots
+
+    def _time(self, size: int) -> float | None:
+        seconds, when = self._times.get(size, (None, 0.0))
+        return seconds if monotonic() - when < _KNOWN_FOR else None
 
     def take(self, count: int, whole: bool) -> tuple[int, Any]:
         """Return the smallest size for `count` answers that is compiled, and its program.

@@ -287,7 +287,7 @@ class Service:
 
     def _advance(self) -> None:
         self._end_cancelled()
-        for answer, tokens, finish in self._batch.advance():
+        for answer, tokens, finish in self._batch.advance(self._resting()):
             if (ticket := self._ticket_of(answer)) is None:
                 continue
             new = answer.received[-1]
@@ -296,6 +296,24 @@ class Service:
             ticket.listen(Event(answer.answer, tokens.tolist(), new.model_log_probs.tolist(), finish, top=top))
             if finish:
                 self._forget(ticket, answer)
+
+    def _resting(self) -> set[Sequence]:
+        """Return the answers that let a window go by.
+
+        An owner's first one never does. Further ones fill up windows: where some owner has a single answer, to a size
+        that takes about as long; else to that from which larger ones hardly give more tokens a second. Those that have
+        fewer tokens go first.
+        """
+        firsts, further = dict[Hashable, Sequence](), list[Sequence]()
+        for ticket, answer in self._running.values():
+            if firsts.setdefault(ticket.owner, answer) is not answer:
+                further.append(answer)
+        if not further:
+            return set()
+        several = {self._running[id(answer)][0].owner for answer in further}
+        room = self._batch.widest(len(firsts), as_fast=len(several) < len(firsts)) - len(firsts)
+        further.sort(key=lambda answer: answer.reach - len(answer.request.prompt))
+        return set(further[max(room, 0) :])
 
     def _ticket_of(self, answer: Sequence) -> Ticket | None:
         """Return the ticket of an answer whose tokens came, also after it was interrupted; None if nobody waits."""

@@ -2,6 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxglue.generation import window_sizes
 from jaxglue.generation.window_sizes import WindowSizes
 
 
@@ -15,3 +16,20 @@ def test_answers_that_are_left_run_in_windows_hardly_larger(slots, sizes):
     windows.wait()
     for count, size in sizes.items():
         assert windows.take(count, True) == (size, "all" if size == slots else str(size))
+
+
+def test_windows_are_filled_up_as_their_times_say(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(window_sizes, "monotonic", lambda: now[0])
+    windows = WindowSizes(64)
+    windows.put("all")
+    windows.compile(ThreadPoolExecutor(1), str)
+    windows.wait()
+    assert windows.widest(3, as_fast=True) == windows.widest(3, as_fast=False) == 64, "times are not known"
+    for size, seconds in {8: 10.0, 16: 12.0, 32: 20.0, 64: 50.0}.items():
+        windows.note(size, seconds)
+    assert windows.widest(3, as_fast=True) == 16, "32 take twice as long as 8"
+    assert windows.widest(20, as_fast=True) == 32, "64 take longer than 32"
+    assert windows.widest(3, as_fast=False) == 32, "64 give fewer tokens a second than 32"
+    now[0] = 1000.0
+    assert windows.widest(3, as_fast=True) == 64, "times are not known any more"

@@ -22,8 +22,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import copy_beginnings, pack_forks, pack_segments
 from jaxglue.sharding.mesh import MeshShape
-from tests.models.test_parity import forward
 from tests.models.packed_documents import apart
+from tests.models.test_parity import forward
 
 LENGTHS = (1, 4, 2, 6)
 

@@ -83,6 +83,35 @@ def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
     assert service.running == service.waiting == 0 and not service._open and not service._owners
 
 
+@pytest.mark.parametrize("others", [0, 2])
+def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(assistant, others):
+    service = Service(assistant, slots=8, length=256, most=8)
+    request, short = long_request(n=6), Request([7, 8], replace(SAMPLED, max_tokens=120))
+    alone = Asker(service)
+    alone.ask("many", request)
+    alone.wait(6)
+    windows = []
+
+    def next_window(resting, original=service._batch._scheduler.next):
+        if (work := original(resting)) and not work.fresh:
+            windows.append(sorted(answer.request is request for answer in work.answers))
+        return work
+
+    service._batch._scheduler.next = next_window
+    service._batch.widest = lambda count, *, as_fast: 4 if as_fast else 3
+    beside, begun = Asker(service), threading.Event()
+    beside.ask("many", request, lambda _: begun.set())
+    assert begun.wait(60)
+    for number in range(others):
+        beside.ask(f"other {number}", short)
+    beside.wait(6 + others)
+    assert max(map(len, windows)) == (4 if others else 3)
+    assert all(True in window for window in windows if beside.ended[-1] == "many"), "the first one never rests"
+    for answer in range(6):
+        assert beside.tokens["many", answer] == alone.tokens["many", answer] != []
+    service.close()
+
+
 def test_an_interrupted_answer_may_be_left(service):
     asker, begun = Asker(service), threading.Event()
     ticket = asker.ask("hostile", long_request(n=4), lambda _: begun.set())
