@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from measure import write_results
+from peers.host import HostMemory
 from step import memory, parameters, workload
 
 from jaxglue.data.answers import select_answers
@@ -117,6 +118,7 @@ def choose_policies(args: argparse.Namespace, work: Workload) -> tuple[Sequence[
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return pairs a second and memory of the steps after the warm-up."""
+    host = HostMemory()
     work = workload(args.shape, args.layers, args.row, "lora", args.quantize)
     pairs = make_pairs(args.pairs, work.config.vocab_size)
     if args.pair_tokens:
@@ -165,6 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "ms_per_step": seconds / (len(ends) - args.warm_up) * 1e3,
         "pairs_per_step": done / (len(ends) - args.warm_up),
         "peak_gib": memory(jax.devices()[0], "peak_bytes_in_use"),
+        "host_gib": host.added(),
         "first_loss": losses[0],
         "last_loss": losses[-1],
     } | {name: getattr(args, name) for name in SETTINGS}

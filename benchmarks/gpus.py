@@ -1,8 +1,17 @@
-"""Concurrent measurements, each in processes that see one GPU."""
+"""Concurrent measurements, each in processes that see one GPU; what nvidia-smi says of GPUs that JAX leaves alone."""
 
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+
+
+def ask_gpu(field: str) -> str | None:
+    """Return a field of the first GPU by nvidia-smi, such as `name` or `memory.used` in MiB; None without a GPU."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(query, text=True).splitlines()[0]
+    return None
 
 
 class FreeGpus:

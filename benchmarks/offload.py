@@ -43,6 +43,8 @@ CASES: dict[str, list[tuple[str, dict]]] = {
     ],
     "32b": [
         ("full, weights on the device", FULL),
+        ("offload, two buffers", OFFLOAD),
+        ("offload, one buffer", {**OFFLOAD, **SERIAL}),
         ("auto, 16 GiB", {**AUTO, "embeddings": "host", "memory_limit": 16}),
     ],
     "planner": [
@@ -82,10 +84,12 @@ def gains(results: list[dict]) -> list[dict]:
     return rows
 
 
-def tasks(groups: list[str]) -> list[list[tuple[str, str, dict]]]:
+def tasks(groups: list[str], only: str = "") -> list[list[tuple[str, str, dict]]]:
     """Group the cases that one GPU measures in sequence because they are compared; the planner's run separately."""
-    cases = [[(group, *case) for case in CASES[group]] for group in groups]
-    return [part for task in cases for part in ([[case] for case in task] if task[0][0] == "planner" else [task])]
+    cases = [[(group, *case) for case in CASES[group] if only in case[0]] for group in groups]
+    return [
+        part for task in cases if task for part in ([[case] for case in task] if task[0][0] == "planner" else [task])
+    ]
 
 
 class Measurements:
@@ -138,12 +142,13 @@ def line(result: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--gpus", type=int, default=1, help="groups measured side by side")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     measurements = Measurements(args.gpus, args.json)
     with ThreadPoolExecutor(args.gpus) as pool:
-        list(pool.map(measurements.measure, tasks(args.groups)))
+        list(pool.map(measurements.measure, tasks(args.groups, args.only)))
     if second_buffer := gains(measurements.results):
         print(table(second_buffer))
 

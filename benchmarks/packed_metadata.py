@@ -1,9 +1,10 @@
 """Time packing metadata in a training step: rebuilt in every layer, built once, and ours.
 
 python benchmarks/packed_metadata.py --json benchmarks/results/packed_metadata.json
+python benchmarks/packed_metadata.py --quantize nf4 --shapes qwen3-14b       # QLoRA, of which the published gain is
 
-Four ways through the same decoder layers (bfloat16 base, LoRA of rank 16 on all linear layers, full recomputation in
-the backward pass, dispatched layer by layer as in training):
+Four ways through the same decoder layers (bfloat16 or quantized base, LoRA of rank 16 on all linear layers, full
+recomputation in the backward pass, dispatched layer by layer as in training):
 
 - dense, rebuilt: every layer makes a causal T×T mask from the segments and attends under it
 - dense, cached:  the same attention, its mask made once per batch
@@ -28,6 +29,7 @@ from jaxtyping import Array, Bool
 from measure import device_milliseconds, milliseconds, table, uniform_lengths, write_results
 from shapes import SHAPES
 
+from jaxglue.engine import embed_head
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS
 from jaxglue.models import build_model, config_from_hf
@@ -38,6 +40,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.norm_rope import norm_and_rotate
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 PUBLISHED = {
@@ -86,19 +89,25 @@ class RebuiltContext(PackedContext):
 
     config: DecoderConfig = field(metadata={"static": True})
 
-    def rotate(self, q, k, rotary, norms=None, factor=1.0):
+    def rotate(self, q, k, rotary, norms=None, factor=1.0, *, at_once=False):
         tables = self.config.rope_tables(bounds_from_ids(self.segments).positions)
         return norm_and_rotate(q, k, tables, rotary, norms=norms, factor=factor)
 
     def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
-        return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks)
+        options = {"window": window, "sinks": sinks, "softcap": softcap, "backend": self.backend}
+        return packed_attention(q, k, v, bounds_from_ids(self.segments), **options)
+
+
+def install(config: DecoderConfig) -> None:
+    """Let a model's layers recompute bounds and rotary tables, in this process and from now on."""
+    embed_head.PackedContext = partial(RebuiltContext, config=config)  # type: ignore[misc]
 
 
 class Stack:
     """One layer's functions and weights, run as many times as the model has layers."""
 
-    def __init__(self, shape: str, layers: int | None):
-        config = config_from_hf({**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256})
+    def __init__(self, shape: str, layers: int | None, quantize: str = "none"):
+        config = config_from_hf({**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}).quantized(quantize)
         model = build_model(config, rngs=nnx.Rngs(0))
         add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(1))
         graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
@@ -147,9 +156,9 @@ def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
     }
 
 
-def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
+def measure(shape: str, tokens: int, layers: int | None, quantize: str = "none") -> list[dict]:
     """Return a row for each way."""
-    stack, lengths = Stack(shape, layers), uniform_lengths(tokens)
+    stack, lengths = Stack(shape, layers, quantize), uniform_lengths(tokens)
     pack = partial(pack_segments, [lengths], seq_len=tokens)
     x = jax.random.normal(jax.random.key(0), (1, tokens, stack.config.hidden_size), jnp.bfloat16)
     times = {}
@@ -157,7 +166,7 @@ def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
         forward = milliseconds(lambda make=make: stack.forward(x, make())[0])
         times[way] = forward, milliseconds(stack.step, x, make), device_milliseconds(make)
     host = milliseconds(pack)
-    return [row(shape, tokens, way, times, host) for way in times]
+    return [{**row(shape, tokens, way, times, host), "base": quantize} for way in times]
 
 
 def row(shape: str, tokens: int, way: str, times: dict[str, tuple[float, float, float]], host: float) -> dict:
@@ -184,11 +193,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(PUBLISHED))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="layers, by default the model's")
+    parser.add_argument("--quantize", choices=FORMATS, default="none", help="the base's storage")
     parser.add_argument("--json", type=Path, help="where to write the results")
     args = parser.parse_args()
     results = []
     for shape in args.shapes:
-        results += measure(shape, args.tokens, args.layers)
+        results += measure(shape, args.tokens, args.layers, args.quantize)
         print(table(results[-4:]), flush=True)
     if args.json:
         write_results(args.json, results)

@@ -108,7 +108,7 @@ def places(plan: str) -> str:
 
 def format_losses(losses: list[dict]) -> str:
     """Return the table of differences between engines' losses."""
-    names = {"ours": "jaxglue", "unsloth": "Unsloth", "peft": "transformers + PEFT"}
+    names = {"ours": "jaxglue", "unsloth": "Unsloth", "peft": "transformers + PEFT", "liger": "the same with Liger"}
     rows = [
         {
             "losses": title(row["row"]),
@@ -232,11 +232,9 @@ def speed(result: dict) -> float:
 
 
 def title(name: str) -> str:
-    """Format a row's name as a model name, such as Qwen3-8B."""
-    for ending, words in ((" NF4", ", QLoRA"), ("", ", LoRA")):
-        if name.endswith(ending):
-            name = name.removesuffix(ending) + words
-            break
+    """Format a row's name as a model name and its method, such as Qwen3-8B, LoRA, 2,048 tokens."""
+    name, comma, rest = name.partition(", ")
+    name = name.removesuffix(" NF4") + (", QLoRA" if name.endswith(" NF4") else ", LoRA") + comma + rest
     name = name.replace("deepseek-v2-lite", "DeepSeek-V2-Lite")
     return re.sub(r"(?<=\d)b\b", "B", name[0].upper() + name[1:])
 

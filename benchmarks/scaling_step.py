@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from step import DOCUMENTS, LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
 from jaxglue.engine.residency import DEVICE
@@ -42,6 +44,7 @@ from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 
 _ATTENDED = "save:attention_out,attention_lse"
+_LONG: dict[str, Any] = {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 1, "once": True}
 MODELS = {
     "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},
     "8b-full": {"shape": "qwen3-8b", "method": "full", "remat": "dots"},
@@ -51,7 +54,8 @@ MODELS = {
     "70b-lora": {"shape": "llama-3.3-70b", "remat": AUTO, "steps": 3},
     "document": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 2, "tokens": 2**17, "documents": (2**17,) * 2},
     "documents": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 4, "tokens": 2**16, "documents": (2000, 30000)},
-    "million": {"shape": "llama-3.1-8b", "remat": _ATTENDED, "steps": 1, "tokens": 2**20, "documents": (2**20,) * 2},
+    "half-million": _LONG | {"tokens": 2**19, "documents": (2**19,) * 2},
+    "million": _LONG | {"tokens": 2**20, "documents": (2**20,) * 2},
 }
 """Published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
 _TINY = {
@@ -79,6 +83,8 @@ class Setting:
     documents: tuple[int, int] = DOCUMENTS
     """Least and most tokens of a document, uniform."""
     layers: int | None = None
+    once: bool = False
+    """The first step is the timed one, its programs compiled before: it takes minutes."""
 
     def workload(self, layers: int | None = None) -> Workload:
         """Return the work of a row on one GPU with `layers`, by default those wanted."""
@@ -108,6 +114,10 @@ class Run:
         self._batch = place_batch(rows(self.work, shape.batch_shards, setting.documents), mesh)
         self.count = shape.batch_shards * setting.tokens
         self._step = 0
+
+    def compile(self) -> None:
+        """Compile the programs of loss and gradients."""
+        Lowering(self._executor.trace_step(self._trainable, self._frozen, [self._batch])).compile()
 
     def step(self) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Dispatch loss, gradients and update."""
@@ -211,10 +221,16 @@ def measure(case: str, setting: Setting, *, trace: bool):
     begun = time.perf_counter()
     shape = MeshShape.parse(case.partition(":")[2])
     run = Run(setting, shape)
-    loss, _ = jax.block_until_ready(run.step())
-    start = time.perf_counter() - begun
-    timed(run, 1)
-    seconds = timed(run, setting.steps)
+    if setting.once:
+        run.compile()
+        start = time.perf_counter() - begun
+        loss, _ = jax.block_until_ready(run.step())
+        seconds = time.perf_counter() - begun - start
+    else:
+        loss, _ = jax.block_until_ready(run.step())
+        start = time.perf_counter() - begun
+        timed(run, 1)
+        seconds = timed(run, setting.steps)
     devices = jax.devices()[: shape.devices]
     full, rate = setting.method == "full", run.count / seconds
     flops = training_flops_per_token(run.work.config, visible_keys=run.work.visible_keys, weight_gradients=full)
@@ -237,7 +253,7 @@ def measure(case: str, setting: Setting, *, trace: bool):
         "first_loss": float(loss),
     }
     yield row
-    if trace and devices[0].platform == "gpu":
+    if trace and not setting.once and devices[0].platform == "gpu":
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(run.step())

@@ -23,6 +23,7 @@ from flax import nnx
 from inputs import embedding_scale
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
+from peers.host import HostMemory
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.compiler import Lowering
@@ -49,6 +50,7 @@ from jaxglue.planner.workload import Workload
 from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.progress import StartupTimer
+from jaxglue.training.step import StepProgram
 from jaxglue.training.weights import place_layers
 
 PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
@@ -145,6 +147,7 @@ class Run:
         optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
         self._optimizer = AdamWOptimizer(optimizer, steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
+        self._program = StepProgram(self._executor, self._optimizer) if plan and plan.one_program else None
         self._spent: Params | None = None
 
     def compile(self, batch: Batch) -> None:
@@ -156,6 +159,11 @@ class Run:
     def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Dispatch a step; return (loss, an array ready once the backward pass is done)."""
         weight = float(batch.loss_weights.sum())
+        if self._program is not None:  # as the trainer does: each array handed over by itself costs the host
+            arguments = self.frozen, batch, weight, None, self._step
+            self.trainable, self._state, values = self._program(self.trainable, self._state, *arguments)
+            self._step += 1
+            return values["loss"], values["grad_norm"]
         loss, gradients = self._executor.loss_and_gradients(
             self.trainable, self.frozen, [jax.device_put(batch)], weight, into=self._spent
         )
@@ -233,7 +241,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
 
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
-    timer = StartupTimer.since_process_start()
+    timer, host = StartupTimer.since_process_start(), HostMemory()
     config = settle_config(args)
     batches = read_batches(args.batches)
     plan, held = choose(args, config, batches), leave_small_blocks(jax.devices()[:1])
@@ -248,6 +256,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         run.compile(batches[0])
         timer.stage("compile")
     result, device = train(run, batches, args.warm_up), jax.devices()[0]
+    result["host_gib"] = host.added()
     timer.stage("train")
     result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
     if plan is None:

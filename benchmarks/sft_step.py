@@ -2,9 +2,12 @@
 
     python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
 
-Engines are ours, unsloth and peft (transformers + PEFT), each in its own process, one after the other. A batch is one
-row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Where ours alone is measured,
-it draws its weights itself, and no files hold them. Results are written as they arrive; `--merge` combines files.
+Engines are ours, unsloth, peft (transformers + PEFT) and liger (the same with Liger's kernels), each in its own
+process, one after the other. A batch is one row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers,
+with AdamW. Where ours alone is measured, it draws its weights itself, and no files hold them. Where a row tries several
+kinds of checkpointing, a peer runs all in its process, and the fastest is its result (`tried` keeps the others). Host
+memory is what the machine has in use beyond the engine's beginning, as the timed steps end. Results are written as they
+arrive; `--merge` combines files.
 `--gpus` measures several rows side by side, all engines of a row on the same GPU.
 """
 
@@ -25,6 +28,7 @@ from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock, Thread
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +43,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 
 HERE = Path(__file__).resolve().parent
-ENGINES = ("ours", "unsloth", "peft")
+ENGINES = ("ours", "unsloth", "peft", "liger")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,8 @@ class Row:
     """Memory limit of ours in GiB, equal to Unsloth's use."""
     peer_memory: bool = False
     """The limit is what Unsloth uses in the same run, before ours."""
-    checkpointing: str = "offload"
-    """Peers' checkpointing: none, device or offload (Unsloth's; on the device for transformers)."""
+    checkpointing: tuple[str, ...] = ("offload",)
+    """Kinds of checkpointing that peers try: none, device or offload (Unsloth's; on the device for transformers)."""
     engines: tuple[str, ...] = ("ours", "unsloth")
     """Measured engines."""
     steps: int = 10
@@ -77,26 +81,39 @@ class Row:
         return self.shape + (f"-{self.layers}" if self.layers else "")
 
 
+_ALL = "device", "offload", "none"
+"""All kinds of checkpointing: what takes most memory last, what leaves pinned memory to the process not first."""
+_SMALL: dict[str, Any] = {
+    "tokens": 2048,
+    "checkpointing": ("none", "device", "offload"),
+    "engines": ENGINES,
+    "steps": 30,
+}
+"""A small batch, which most people train on."""
 ROWS = {
     "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),
-    "qwen3-8b, memory free": Row(shape="qwen3-8b", engines=("ours",)),  # Unsloth is no faster with more
+    "qwen3-8b, memory free": Row(shape="qwen3-8b", checkpointing=_ALL),
     "qwen3-8b FP8, memory free": Row(shape="qwen3-8b", matmul="fp8", engines=("ours",)),
     "qwen3-8b FP8": Row(shape="qwen3-8b", matmul="fp8", memory_limit=18.8, engines=("ours",)),
-    "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing="none", engines=ENGINES, steps=16),
+    "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing=_ALL, engines=ENGINES, steps=16),
     "qwen3-8b NF4": Row(shape="qwen3-8b", quantize="nf4", memory_limit=9.4),
     "qwen3-14b NF4": Row(shape="qwen3-14b", quantize="nf4", memory_limit=14.3),
     "qwen3-14b FP8": Row(shape="qwen3-14b", matmul="fp8", memory_limit=21.5, engines=("ours",)),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
+    "llama-3.1-8b, memory free": Row(shape="llama-3.1-8b", checkpointing=_ALL, engines=ENGINES),
+    "llama-3.1-8b, 2,048 tokens": Row(shape="llama-3.1-8b", **_SMALL),
+    "llama-3.1-8b NF4, 2,048 tokens": Row(shape="llama-3.1-8b", quantize="nf4", **_SMALL),
+    "qwen3-0.6b, 2,048 tokens": Row(shape="qwen3-0.6b", **_SMALL),
     "llama-3.1-8b FP8": Row(shape="llama-3.1-8b", matmul="fp8", memory_limit=18.5, engines=("ours",)),
     "mistral-7b": Row(shape="mistral-7b", peer_memory=True),
     "qwen2.5-7b": Row(shape="qwen2.5-7b", peer_memory=True),
     "gemma-3-12b": Row(shape="gemma-3-12b", peer_memory=True),
     "gemma-3-12b, 12 layers": Row(shape="gemma-3-12b", layers=12, peer_memory=True),
     "gemma-4-26b-a4b": Row(shape="gemma-4-26b-a4b", engines=("ours",), steps=6),
-    "deepseek-v2-lite": Row(shape="deepseek-v2-lite", checkpointing="device", engines=("ours", "peft"), steps=6),
-    "moonlight-16b-a3b": Row(shape="moonlight-16b-a3b", checkpointing="device", engines=("ours", "peft"), steps=6),
+    "deepseek-v2-lite": Row(shape="deepseek-v2-lite", checkpointing=("device",), engines=("ours", "peft"), steps=6),
+    "moonlight-16b-a3b": Row(shape="moonlight-16b-a3b", checkpointing=("device",), engines=("ours", "peft"), steps=6),
     "moonlight-16b-a3b, 9 layers": Row(
-        shape="moonlight-16b-a3b", layers=9, checkpointing="device", engines=("ours", "peft"), steps=6
+        shape="moonlight-16b-a3b", layers=9, checkpointing=("device",), engines=("ours", "peft"), steps=6
     ),
     "glm-4.7-flash": Row(shape="glm-4.7-flash", memory_limit=70.0, engines=("ours",), steps=6),
     "glm-4.7-flash FP8": Row(shape="glm-4.7-flash", matmul="fp8", memory_limit=70.0, engines=("ours",), steps=6),
@@ -115,7 +132,7 @@ ROWS = {
     "nemotron-3-nano NF4, 24 GiB": Row(
         shape="nemotron-3-nano", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6
     ),
-    "tiny Granite 4": Row(shape="tiny-granite-4", tokens=1024, checkpointing="none", engines=("ours",)),
+    "tiny Granite 4": Row(shape="tiny-granite-4", tokens=1024, checkpointing=("none",), engines=("ours",)),
     "tiny Nemotron NF4": Row(shape="tiny-nemotron", tokens=1024, quantize="nf4", engines=("ours",)),
     "qwen3-8b, 2,048 tokens": Row(shape="qwen3-8b", tokens=2048, engines=("ours",), steps=30),
     **{
@@ -130,15 +147,15 @@ ROWS = {
         for kind in ("nvfp4", "nf4", "q4_k_m")
     },
     "lfm2-1.2b": Row(shape="lfm2-1.2b", peer_memory=True),
-    "tiny LFM2": Row(shape="tiny-lfm2", tokens=1024, checkpointing="none", engines=("ours", "peft")),
-    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing="none", engines=("ours", "unsloth")),
-    "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing="none", engines=("ours", "peft")),
-    "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing="none", engines=("ours", "peft")),
-    "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing="none", engines=("ours",)),
+    "tiny LFM2": Row(shape="tiny-lfm2", tokens=1024, checkpointing=("none",), engines=("ours", "peft")),
+    "tiny Qwen3.5": Row(shape="tiny-qwen3.5", tokens=1024, checkpointing=("none",), engines=("ours", "unsloth")),
+    "tiny DeepSeek": Row(shape="tiny-deepseek", tokens=1024, checkpointing=("none",), engines=("ours", "peft")),
+    "tiny Gemma 3": Row(shape="tiny-gemma-3", tokens=1024, checkpointing=("none",), engines=("ours", "peft")),
+    "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing=("none",), engines=("ours",)),
     "tiny experts NF4": Row(shape="tiny-qwen3-moe", tokens=1024, quantize="nf4", engines=("ours",)),
-    "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
-    "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
-    "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
+    "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing=("none",), engines=("ours", "peft")),
+    "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing=("none",), engines=("ours",)),
+    "tiny": Row(shape="tiny", tokens=1024, checkpointing=("device", "none"), engines=ENGINES),
 }
 ROWS |= {
     name.replace("FP8", "FP8 with its head"): replace(row, fp8_head=True) for name, row in ROWS.items() if "FP8" in name
@@ -227,7 +244,8 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        flags |= {"checkpointing": row.checkpointing} | ({"stacks-every": args.stacks} if args.stacks else {})
+        further = ["--checkpointing", *row.checkpointing]
+        flags |= {"stacks-every": args.stacks} if args.stacks else {}
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
@@ -320,6 +338,16 @@ YARDSTICK = "qwen3-30b-a3b"
 """Row whose FLOPs per second those of other mixtures are compared with."""
 
 
+_COLUMNS = "ms", "tokens/s", "peak GiB", "host GiB", "checkpointing", "kernels", "of the limit"
+
+
+def _checkpointing(result: dict) -> str:
+    """Return a peer's fastest kind of checkpointing, and what the others that it tried took."""
+    others = [each for each in result.get("tried", ()) if each["checkpointing"] != result["checkpointing"]]
+    told = [f"{each['checkpointing']} " + (f"{each['ms']:,.1f} ms" if "ms" in each else "failed") for each in others]
+    return result["checkpointing"] + (f" ({', '.join(told)})" if told else "") if "tried" in result else "-"
+
+
 def summary(results: list[dict]) -> list[dict]:
     """Return the table's rows; shares of the limit exclude recomputation.
 
@@ -331,7 +359,7 @@ def summary(results: list[dict]) -> list[dict]:
     for result in results:
         row = {"row": result["row"], "engine": result["engine"]}
         if "ms" not in result:
-            rows.append(row | dict.fromkeys(("ms", "tokens/s", "peak GiB", "kernels", "of the limit"), "failed"))
+            rows.append(row | dict.fromkeys(_COLUMNS, "failed"))
             continue
         share = result["flops"] / (result["ms"] / 1e3) / MATMUL
         rows.append(
@@ -340,6 +368,8 @@ def summary(results: list[dict]) -> list[dict]:
                 "ms": f"{result['ms']:,.1f}",
                 "tokens/s": f"{result['tokens'] / result['ms'] * 1e3:,.0f}",
                 "peak GiB": f"{result['peak_gib']:.1f}" if "peak_gib" in result else "-",
+                "host GiB": f"{result['host_gib']:.1f}" if "host_gib" in result else "-",
+                "checkpointing": _checkpointing(result),
                 "kernels": f"{result['kernels']:,}" if "kernels" in result else "-",
                 "of the limit": f"{share:.0%}" if "kernels" in result else "-",
             }

@@ -20,9 +20,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import expert_loop
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_metadata
 import psutil
 from idle_layers import IdleLayers, idle_layers
 from measure import log_normal_lengths, uniform_lengths
@@ -337,6 +339,10 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     Call `ready` once all programs are compiled.
     """
     work = args_workload(args)
+    if args.routing == "loop":
+        expert_loop.install()
+    if args.metadata == "layer":
+        packed_metadata.install(work.config)
     chosen = {}
     if args.remat == AUTO:
         chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
@@ -480,6 +486,10 @@ def arguments() -> argparse.ArgumentParser:
         type=int,
         help="layers by which copies are requested ahead, 0 for none; by default the executor chooses",
     )
+    parser.add_argument(
+        "--metadata", choices=("batch", "layer"), default="batch", help="what finds documents' bounds and rotary tables"
+    )
+    parser.add_argument("--routing", choices=("sort", "loop"), default="sort", help="of tokens to their experts")
     parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="measure from the second step")

@@ -1,21 +1,26 @@
 """Train a peer's DPO on the pairs of benchmarks/dpo_step.py; print a JSON line of speed and memory after each step.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --pairs-only FILE.npz
-    python benchmarks/peers/dpo.py --pairs FILE.npz --engine trl
+    python benchmarks/peers/dpo.py --pairs FILE.npz --engine liger --batch 4 8 16 --by-length
 
 TRL's DPOTrainer with PEFT, alone (trl), with Liger's kernels (liger), or with Unsloth's model and patches (unsloth);
-bf16, gradient checkpointing; the reference is the model with its adapter off.
+bf16; the reference is the model with its adapter off. Batches are padded: `padding_free` is without effect in TRL 1.15
+and 1.16, whose trainer says so. Several sizes of batches run one after the other, with new weights; the last line is
+the fastest, with what all took in `tried`.
 """
 
 import argparse
+import gc
 import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import engines
 import numpy as np
+from host import HostMemory
 from random_model import random_model
 
 
@@ -33,6 +38,20 @@ def examples(path: Path) -> list[dict]:
     ]
 
 
+def by_length(rows: list[dict], batch: int, rng: np.random.Generator) -> list[dict]:
+    """Return rows in the order of transformers' `group_by_length`: long with long in each run of 50 batches."""
+    order = rng.permutation(len(rows))
+    runs = [order[begin : begin + 50 * batch] for begin in range(0, len(rows), 50 * batch)]
+    runs = [sorted(run, key=lambda row: -max(_lengths(rows[row]))) for run in runs]
+    *whole, last = [run[begin : begin + batch] for run in runs for begin in range(0, len(run), batch)]
+    return [rows[row] for number in rng.permutation(len(whole)) for row in whole[number]] + [rows[row] for row in last]
+
+
+def _lengths(row: dict) -> tuple[int, int]:
+    prompt = len(row["prompt_ids"])
+    return prompt + len(row["chosen_ids"]), prompt + len(row["rejected_ids"])
+
+
 def build_model(pairs: Path, layers: int | None):
     """Return a random model of the shape that the pairs are for."""
     with np.load(pairs) as stored:
@@ -48,10 +67,11 @@ def build_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_trainer(args: argparse.Namespace, clock):
-    """Return a trainer of the engine's model that takes the pairs as they are."""
+def build_trainer(args: argparse.Namespace, batch: int, clock):
+    """Return a trainer of the engine's model that takes the pairs as they are, by length if asked for."""
     import torch
     from datasets import Dataset
+    from torch.utils.data import SequentialSampler
 
     model, lora = ENGINES[args.engine](args)
     from trl import DPOConfig, DPOTrainer  # after unsloth, which patches it
@@ -60,14 +80,19 @@ def build_trainer(args: argparse.Namespace, clock):
         def _prepare_dataset(self, dataset, *args, **kwargs):
             return dataset
 
+        def _get_train_sampler(self, *args, **kwargs):
+            return SequentialSampler(self.train_dataset) if rows is not given else super()._get_train_sampler()
+
+    given = examples(args.pairs)
+    rows = by_length(given, batch, np.random.default_rng(0)) if args.by_length else given
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=args.batch,
+        per_device_train_batch_size=batch,
         gradient_accumulation_steps=1,
         max_steps=args.warm_up + args.steps,
         learning_rate=5e-6,
         bf16=torch.cuda.is_available(),
-        gradient_checkpointing=True,
+        gradient_checkpointing=not args.no_checkpointing,
         max_length=None,
         logging_steps=1,
         save_strategy="no",
@@ -78,7 +103,7 @@ def build_trainer(args: argparse.Namespace, clock):
     return Trainer(
         model=model,
         args=config,
-        train_dataset=Dataset.from_list(examples(args.pairs)),
+        train_dataset=Dataset.from_list(rows),
         processing_class=build_tokenizer(),
         peft_config=lora,
         callbacks=[clock],
@@ -103,10 +128,14 @@ def unsloth_model(args: argparse.Namespace):
     build_tokenizer().save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
-    model = engines.unsloth_model(str(folder), quantize="none", checkpointing="device", seq_len=2 * LONGEST)
+    model = engines.unsloth_model(str(folder), quantize="none", checkpointing=_kind(args), seq_len=2 * LONGEST)
     shutil.rmtree(folder)
     torch.cuda.reset_peak_memory_stats()
     return model, None
+
+
+def _kind(args: argparse.Namespace) -> str:
+    return "none" if args.no_checkpointing else "device"
 
 
 ENGINES = {"trl": peft_model, "liger": peft_model, "unsloth": unsloth_model}
@@ -114,8 +143,8 @@ LONGEST = 2048
 """Tokens of the longest prompt and of the longest answer."""
 
 
-def make_clock(args: argparse.Namespace):
-    """Return a callback that prints the result so far after each step past the warm-up."""
+def make_clock(batch: int, warm_up: int, host: HostMemory, results: list[dict]):
+    """Return a callback that puts the result so far, after each step past the warm-up, in the place of the last."""
     import torch
     from transformers import TrainerCallback
 
@@ -126,36 +155,63 @@ def make_clock(args: argparse.Namespace):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
-            if (steps := len(ends) - args.warm_up) < 1:
+            if (steps := len(ends) - warm_up) < 1:
                 return
-            seconds = ends[-1] - ends[args.warm_up - 1]
-            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
-            result = {
-                "engine": args.engine,
-                "pairs_per_second": args.batch * steps / seconds,
+            seconds = ends[-1] - ends[warm_up - 1]
+            results[-1] |= {
+                "pairs_per_second": batch * steps / seconds,
                 "ms_per_step": seconds / steps * 1e3,
-                "pairs_per_step": args.batch,
                 "steps": steps,
-                "peak_gib": peak,
-                "versions": engines.versions(),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0,
+                "host_gib": host.added(),
             }
-            print(json.dumps(result), flush=True)
 
     return Clock()
 
 
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield the result of the fastest size of batches so far, with those of all."""
+    import torch
+
+    results: list[dict] = []
+    shared = {"engine": args.engine, "checkpointing": _kind(args), "by_length": args.by_length}
+    for batch in args.batch:
+        results.append({"pairs_per_step": batch})
+        host = HostMemory()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            build_trainer(args, batch, make_clock(batch, args.warm_up, host, results)).train()
+        except torch.cuda.OutOfMemoryError as error:
+            results[-1]["error"] = str(error).splitlines()[0]
+        gc.collect()  # a trainer and its model hold each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        best = max(results, key=lambda result: result.get("pairs_per_second", 0.0))
+        yield shared | best | {"tried": results, "versions": engines.versions()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--engine", choices=ENGINES, default="trl")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[4], help="pairs of a batch; several one after the other"
+    )
+    parser.add_argument("--by-length", action="store_true", help="pairs of a batch are about as long")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations on the GPU")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    engines.stay_offline()
     if args.engine == "unsloth":
         engines.import_unsloth()
-    build_trainer(args, make_clock(args)).train()
+    for result in measure(args):
+        print(json.dumps(result), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

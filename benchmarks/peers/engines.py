@@ -1,4 +1,6 @@
-"""PyTorch engines of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, set up as documented.
+"""PyTorch engines of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, with Liger's kernels or without.
+
+They are set up as documented.
 
 Imports neither jax nor jaxglue: peers run with their own packages.
 """
@@ -27,7 +29,20 @@ _ENVIRONMENT = {
     "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
-_PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton", "unsloth", "xformers", "bitsandbytes")
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # of top-k and top-p, which the benchmarks leave off
+    "VLLM_USE_DEEP_GEMM": "0",  # of FP8
+}
+"""Of vLLM without network, flashinfer and DeepGEMM."""
+_PACKAGES = (
+    *("torch", "transformers", "peft", "trl", "liger-kernel", "triton"),
+    *("unsloth", "xformers", "bitsandbytes", "vllm"),
+)
+CHECKPOINTING = {"none": False, "device": True, "offload": "unsloth"}
+"""Unsloth's names of what waits for the backward pass: all; checkpoints of layers, on the GPU or in host memory."""
 
 
 def stay_offline() -> None:
@@ -81,10 +96,7 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
     unsloth = import_unsloth()
     import torch
 
-    shared = {
-        "max_seq_length": seq_len,
-        "use_gradient_checkpointing": {"none": False, "device": True, "offload": "unsloth"}[checkpointing],
-    }
+    shared = {"max_seq_length": seq_len, "use_gradient_checkpointing": CHECKPOINTING[checkpointing]}
     model, _ = unsloth.FastLanguageModel.from_pretrained(
         model_name=folder,
         dtype=torch.bfloat16,
@@ -99,11 +111,12 @@ def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: in
     )
 
 
-def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):
-    """Load AutoModelForCausalLM with the targets of a PEFT folder, experts among them; `checkpointing` none or device.
+def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int, loader=None):
+    """Load a model with the targets of a PEFT folder, experts among them; `checkpointing` none or device.
 
-    `seq_len` is unused.
+    `loader` is AutoModelForCausalLM or a class like it; `seq_len` is unused.
     """
+    del seq_len
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -118,19 +131,60 @@ def load_peft(folder: str, *, adapter: str, quantize: str, checkpointing: str, s
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     attention = _varlen_attention() if cuda else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
+    model = (loader or AutoModelForCausalLM).from_pretrained(
         folder, attn_implementation=attention, device_map={"": 0 if cuda else "cpu"}, **options
     )
     lora = LoraConfig.from_pretrained(adapter)
     lora.inference_mode = False
     model = get_peft_model(model, lora)
-    if checkpointing != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+    model.enable_input_require_grads()
+    set_peft_checkpointing(model, checkpointing)
     return model
 
 
-ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft}
+def load_liger(folder: str, **options):
+    """Load PEFT's model with Liger's kernels: norms, rotation, SwiGLU, and the output projection with the loss."""
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    return load_peft(folder, **options, loader=AutoLigerKernelForCausalLM)
+
+
+def set_checkpointing(engine: str, model, checkpointing: str, seq_len: int) -> None:
+    """Change where a loaded model's activations wait for the backward pass."""
+    (set_unsloth_checkpointing if engine == "unsloth" else set_peft_checkpointing)(model, checkpointing, seq_len)
+
+
+def set_unsloth_checkpointing(model, checkpointing: str, seq_len: int) -> None:
+    """Do what Unsloth does as it loads a model, and check that its layers do as told."""
+    unsloth = import_unsloth()
+    import torch
+    from unsloth.models import llama
+
+    wanted = CHECKPOINTING[checkpointing]
+    used = llama.apply_unsloth_gradient_checkpointing(wanted, seq_len, torch.bfloat16)
+    llama.prepare_model_for_kbit_training(model, use_gradient_checkpointing=used, use_reentrant=True)
+    unsloth.FastLanguageModel.for_training(model, use_gradient_checkpointing=used)
+    offloads = torch.utils.checkpoint.CheckpointFunction.__name__ == "UnslothCheckpointFunction"
+    layers = {bool(layer.gradient_checkpointing) for layer in model.get_base_model().model.layers}
+    found, expected = (used, offloads, layers), (wanted, wanted == "unsloth", {bool(wanted)})
+    assert found == expected, f"Unsloth's checkpointing: {found} in place of {expected}"
+
+
+def set_peft_checkpointing(model, checkpointing: str, seq_len: int | None = None) -> None:
+    """Switch transformers' checkpointing on or off."""
+    del seq_len
+    if checkpointing == "none":
+        model.gradient_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft, "liger": load_liger}
+
+
+def known_checkpointing(engine: str, tried: list[str]) -> list[str]:
+    """Return the kinds of checkpointing that an engine has; transformers' stays on the GPU."""
+    return tried if engine == "unsloth" else list(dict.fromkeys(kind if kind == "none" else "device" for kind in tried))
 
 
 def load(engine: str, folder: str, adapter: str, **options):

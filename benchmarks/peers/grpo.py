@@ -1,23 +1,30 @@
-"""Time a step of GRPO by TRL: sampling by transformers' `generate`, and training micro-batches, as JSON lines.
+"""Time a step of GRPO by TRL: sampling by transformers' `generate` or by vLLM, and micro-batches, as JSON lines.
 
     python benchmarks/rl_step.py --inputs-only FILE.npz
     python benchmarks/peers/grpo.py --inputs FILE.npz --prompts 32 --micro-batches 6
+    python benchmarks/peers/grpo.py --inputs FILE.npz --prompts 64 --vllm 0.5 --batch 4 --no-checkpointing
 
 Answers of a part of the prompts are sampled in one call, of forced lengths, so that all of them take as many calls; the
-time of all micro-batches follows from some. Random weights, adapters on all linear layers, bf16.
+time of all micro-batches follows from some. Random weights, adapters on all linear layers, bf16. With --vllm, vLLM
+samples in the trainer's process (TRL's `colocate`), with as much of the GPU's memory as that says; before it samples,
+TRL merges the adapters and copies all weights to it, whose time stands apart.
 """
 
 import argparse
 import contextlib
+import copy
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import engines
 import numpy as np
+from host import HostMemory
 from random_model import random_model
 
 END = 1
@@ -100,6 +107,38 @@ class Clock:
 
         return timed
 
+    def sample(self, call: Callable) -> Callable:
+        """Return vLLM's `generate` with forced lengths."""
+
+        def timed(prompts, sampling_params, **kwargs):
+            lengths = np.minimum(self._lengths, self._longest).tolist()
+            forced = [copy.copy(sampling_params) for _ in prompts]
+            for each, length in zip(forced, lengths, strict=True):
+                each.max_tokens, each.ignore_eos = length, True
+            began = time.perf_counter()
+            found = call(prompts, sampling_params=forced, **kwargs)
+            self.result["sampling_s"] = round(time.perf_counter() - began, 2)
+            made = [len(output.token_ids) for request in found for output in request.outputs]
+            assert made == lengths, "vLLM's answers have other lengths than the forced ones"
+            self.result["sampling_of_all_s"] = round(self.result["sampling_s"] * self._total / len(lengths), 1)
+            self.show()
+            return found
+
+        return timed
+
+    def synchronize(self, call: Callable) -> Callable:
+        """Return TRL's copying of weights to vLLM, timed."""
+        import torch
+
+        def timed():
+            began = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.result["weights_to_vllm_s"] = round(time.perf_counter() - began, 2)
+
+        return timed
+
     def end_of_micro_batch(self) -> None:
         """Note the end of a micro-batch; raise Finished after the last."""
         import torch
@@ -145,7 +184,12 @@ def build_trainer(args: argparse.Namespace, clock: Clock, prompts: np.ndarray, c
     def reward(completions, **_):
         return np.random.default_rng(0).normal(size=len(completions)).tolist()
 
-    answers = args.prompts * args.answers
+    answers, folder = args.prompts * args.answers, tempfile.mkdtemp()
+    vllm = {}
+    if args.vllm:
+        write_description(folder, config, args.layers)
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.vllm}
+        vllm["vllm_max_model_length"] = prompts.shape[1] + longest
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=args.batch,
@@ -162,11 +206,12 @@ def build_trainer(args: argparse.Namespace, clock: Clock, prompts: np.ndarray, c
         report_to=[],
         disable_tqdm=True,
         **({"cache_implementation": args.cache} if args.cache else {}),
+        **vllm,
     )
     targets = engines.TARGETS
     lora = LoraConfig(r=engines.RANK, lora_alpha=2 * engines.RANK, target_modules=targets, task_type="CAUSAL_LM")
     trainer = Trainer(
-        model=random_model(config, args.layers, eos_token_id=END, pad_token_id=END),
+        model=random_model(config, args.layers, eos_token_id=END, pad_token_id=END, _name_or_path=folder),
         args=settings,
         reward_funcs=reward,
         train_dataset=Dataset.from_list([{"prompt": str(row)} for row in range(args.prompts)]),
@@ -174,8 +219,24 @@ def build_trainer(args: argparse.Namespace, clock: Clock, prompts: np.ndarray, c
         peft_config=lora,
         callbacks=[Ends()],
     )
-    trainer.model.generate = clock.generate(trainer.model.generate)
+    if args.vllm:
+        sampler = trainer.vllm_generation
+        sampler.llm.generate = clock.sample(sampler.llm.generate)
+        sampler.sync_weights = clock.synchronize(sampler.sync_weights)
+    else:
+        trainer.model.generate = clock.generate(trainer.model.generate)
     return trainer
+
+
+def write_description(folder: str, config: dict, layers: int | None) -> None:
+    """Write what vLLM reads of a model whose weights TRL gives it, and let it draw random ones until then."""
+    from trl.generation import vllm_generation
+
+    description = config | ({"num_hidden_layers": layers} if layers else {}) | {"torch_dtype": "bfloat16"}
+    description |= {"eos_token_id": END, "pad_token_id": END}
+    (Path(folder) / "config.json").write_text(json.dumps(description))
+    build_tokenizer().save_pretrained(folder)
+    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy")
 
 
 def main() -> None:
@@ -186,11 +247,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="answers of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=6, help="that are timed")
     parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--vllm", type=float, help="sample by vLLM, with this share of the GPU's memory")
     parser.add_argument("--cache", help="transformers' implementation of the cache, such as static")
     parser.add_argument("--longest", type=int, default=1 << 30, help="end sampled answers after so many tokens")
     parser.add_argument("--given", action="store_true", help="answers are random tokens, not sampled")
     args = parser.parse_args()
     engines.stay_offline()  # TRL waits for its telemetry
+    os.environ.update(engines.VLLM_ENVIRONMENT if args.vllm else {})
     began = time.perf_counter()
     with np.load(args.inputs) as stored:
         prompts, lengths, config = stored["prompts"], stored["lengths"], json.loads(str(stored["config"]))
@@ -201,12 +264,15 @@ def main() -> None:
     sizes = {"timed": args.micro_batches, "total": total, "batch": args.batch}
     clock = Clock(own, given=args.given, longest=args.longest, **sizes)
     clock.result |= {"batch": args.batch, "checkpointing": not args.no_checkpointing, "cache": args.cache}
-    clock.result |= {"versions": engines.versions()}
+    clock.result |= {"versions": engines.versions(), "vllm": args.vllm}
+    host = HostMemory()
     trainer = build_trainer(args, clock, prompts[chosen], config, int(lengths.max()))
     clock.result["load_s"] = round(time.perf_counter() - began, 1)
     clock.show()
     with contextlib.suppress(Finished):
         trainer.train()
+    clock.result["host_gib"] = host.added()
+    clock.show()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 another one with its kernels too.
 
     python benchmarks/peers/train.py --engine unsloth --model DIR --adapter DIR --batches FILE.npz
+    python benchmarks/peers/train.py … --checkpointing offload device none      # the fastest of these
 
 Times are of steps dispatched back to back, from one step's end on the GPU to the next one's. Lines before that say how
-far it is: the model loaded, and each step of the warm-up, in which Unsloth compiles, with the memory used so far.
+far it is: the model loaded, and each step of the warm-up, in which Unsloth compiles, with the memory used so far. Where
+several kinds of checkpointing are tried, one after the other from the same adapter, the result is the fastest one's,
+and `tried` has the times and memory of all, or why one failed.
 """
 
 import argparse
 import faulthandler
+import gc
 import itertools
 import json
 import os
@@ -19,6 +23,7 @@ from collections.abc import Iterator
 
 import engines
 import numpy as np
+from host import HostMemory
 
 
 class Steps:
@@ -30,8 +35,35 @@ class Steps:
         self._torch, self.model, self._engine = torch, model, engine
         self.cuda = torch.cuda.is_available()
         self.device = "cuda" if self.cuda else "cpu"
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=self.cuda)
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trainable, lr=learning_rate, weight_decay=0.01, fused=self.cuda)
+        self._losses: list = []
+
+    @property
+    def out_of_memory(self) -> type[Exception]:
+        """The error of a GPU whose memory is used up."""
+        return self._torch.cuda.OutOfMemoryError
+
+    def adapter(self) -> list:
+        """Return a copy of what is trained."""
+        return [parameter.detach().clone() for parameter in self._trainable]
+
+    def again(self, adapter: list, learning_rate: float) -> "Steps":
+        """Return the steps of the same model from an adapter, with the memory of those before given back."""
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._torch.no_grad():
+            for parameter, value in zip(self._trainable, adapter, strict=True):
+                parameter.copy_(value)
+        self._losses.clear()
+        del self._optimizer
+        gc.collect()
+        if self.cuda:
+            self._torch.cuda.empty_cache()
+        return Steps(self.model, self._engine, learning_rate)
+
+    def losses(self) -> list[float]:
+        """Return the losses of all steps."""
+        return [float(loss) for loss in self._losses]
 
     def batch(self, tokens: np.ndarray, lengths: np.ndarray) -> dict:
         """Build a padding-free row: positions from 0 in each document, label -100 at its first token."""
@@ -52,7 +84,7 @@ class Steps:
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
 
-    def __call__(self, batch: dict):
+    def __call__(self, batch: dict) -> None:
         """Run a step; the loss stays on the device."""
         torch = self._torch
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.cuda):
@@ -60,7 +92,7 @@ class Steps:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        self._losses.append(loss.detach())
 
     def mark(self):
         """Mark this moment of the GPU's work."""
@@ -93,44 +125,80 @@ class Steps:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
-    """Return the steps of the flags' model and all batches."""
+    """Return the steps of the flags' model, of the first kind of checkpointing, and all batches."""
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
-    options = {"quantize": args.quantize, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
+    args.checkpointing, args.seq_len = engines.known_checkpointing(args.engine, args.checkpointing), tokens.shape[1]
+    options = {"quantize": args.quantize, "checkpointing": args.checkpointing[0], "seq_len": args.seq_len}
     model = engines.load(args.engine, args.model, args.adapter, **options)
     step = Steps(model, args.engine, args.learning_rate)
     return step, [step.batch(*pair) for pair in zip(tokens, lengths, strict=True)]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield the time until the model is loaded and each step of the warm-up, with peak memory; step times after it, all
-    losses and peak memory; then kernels."""
-    begun = time.perf_counter()
+    """Yield the time until the model is loaded; the result of the fastest kind of checkpointing so far, with what all
+    tried took; then its kernels, where it was the only one."""
+    begun, host = time.perf_counter(), HostMemory()
     step, batches = prepare(args)
     yield {"loaded_s": round(time.perf_counter() - begun, 2)}
-    losses, marks, seconds = [], [], []
-    for batch in batches[: args.warm_up]:
+    adapter = step.adapter()
+    tried: list[dict] = []
+    best: dict = {}
+    for number, kind in enumerate(args.checkpointing):
         begun = time.perf_counter()
-        losses.append(step(batch))
+        try:
+            if number:
+                step = step.again(adapter, args.learning_rate)
+                engines.set_checkpointing(args.engine, step.model, kind, args.seq_len)
+            for seconds in warm_up(step, batches[: args.warm_up]):
+                yield {"warm_up_s": seconds} | ({} if number else peaks(step))
+            found = {"checkpointing": kind, **timed(step, batches[args.warm_up :]), "host_gib": host.added()}
+        except step.out_of_memory as error:
+            found = {"checkpointing": kind, "error": str(error).splitlines()[0]}
+        if "ms" in found:
+            found["losses"] = step.losses()
+            best = min(found, best, key=lambda each: each.get("ms", np.inf))
+        tried.append({name: found[name] for name in _TRIED if name in found})
+        tried[-1]["seconds"] = round(time.perf_counter() - begun, 1)
+        yield best | {"tried": tried} | facts(step, args.engine)
+    if step.cuda and len(tried) == 1 and best:
+        yield best | {"kernels": step.kernels(batches[-1])}
+
+
+_TRIED = "checkpointing", "ms", "peak_gib", "reserved_gib", "host_gib", "error"
+
+
+def warm_up(step: Steps, batches: list[dict]) -> Iterator[list[float]]:
+    """Run the first steps; yield the seconds of those done."""
+    seconds: list[float] = []
+    for batch in batches:
+        begun = time.perf_counter()
+        step(batch)
         step.synchronize()
         seconds.append(round(time.perf_counter() - begun, 2))
-        yield {"warm_up_s": seconds, **peaks(step)}
+        yield seconds
+
+
+def timed(step: Steps, batches: list[dict]) -> dict:
+    """Return the times of steps and peak memory."""
     if step.cuda:
         step._torch.cuda.reset_peak_memory_stats()
-    for batch in batches[args.warm_up :]:
-        marks = marks or [step.mark()]
-        losses.append(step(batch))
+    marks = [step.mark()]
+    for batch in batches:
+        step(batch)
         marks.append(step.mark())
     times = step.milliseconds(marks)
-    result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
-    result |= {"versions": engines.versions(), "warm_up_s": seconds, **peaks(step)}
+    return {"ms": statistics.median(times), "ms_all": times, **peaks(step)}
+
+
+def facts(step: Steps, engine: str) -> dict:
+    """Return versions, and what computed attention and convolutions."""
+    found = {"versions": engines.versions()}
     if step.cuda:
-        result["attention"] = engines.attention(args.engine, step.model)
+        found["attention"] = engines.attention(engine, step.model)
     if convolution := engines.convolution(step.model):
-        result["convolution"] = convolution
-    yield result
-    if step.cuda:
-        yield result | {"kernels": step.kernels(batches[-1])}
+        found["convolution"] = convolution
+    return found
 
 
 def peaks(step: Steps) -> dict:
@@ -167,7 +235,7 @@ def main() -> None:
     for name in ("model", "adapter", "batches"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
-    parser.add_argument("--checkpointing", choices=("none", "device", "offload"), default="none")
+    parser.add_argument("--checkpointing", nargs="+", choices=engines.CHECKPOINTING, default=["none"])
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")

@@ -90,6 +90,37 @@ def test_the_last_interval_is_left_out(monkeypatch):
     assert sft_ours.train(run, [*range(5)], 2)["ms_all"] == pytest.approx([10_000.0, 10_000.0])
 
 
+def test_one_program_with_its_update_gives_the_steps_of_apart_ones(prepared):
+    import sft_ours
+
+    from jaxglue.engine.policy import PRESETS
+
+    _, files = prepared
+    flags = [word for name in ("model", "adapter", "batches") for word in (f"--{name}", str(files[name]))]
+    args, losses = sft_ours.parse(flags), []
+    config, batches = sft_ours.settle_config(args), sft_ours.read_batches(files["batches"])
+    for one_program in (True, False):
+        layers = 2 if one_program else 1
+        plan = SimpleNamespace(policies=(PRESETS["none"],) * 2, weights=("device",) * 2, tile=None)
+        plan.layers_per_program, plan.one_program = layers, one_program
+        run = sft_ours.Run(sft_ours.load(args, config, plan), config, plan, steps=3, learning_rate=1e-2)
+        losses.append([float(run.step(batch)[0]) for batch in batches])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0][0] != losses[0][-1]
+
+
+def test_the_summary_says_what_a_peer_tried():
+    import sft_step
+
+    tried = [
+        {"checkpointing": "offload", "ms": 3.0},
+        {"checkpointing": "device", "ms": 2.0},
+        {"checkpointing": "none", "error": "out of memory"},
+    ]
+    row = {"row": "r", "engine": "unsloth", "tokens": 100, "flops": 1.0, "ms": 2.0, "host_gib": 1.25}
+    shown = sft_step.summary([row | {"checkpointing": "device", "tried": tried}])[0]
+    assert shown["checkpointing"] == "device (offload 3.0 ms, none failed)" and shown["host GiB"] == "1.2"
+
+
 def test_only_models_that_were_made_are_deleted(prepared, tmp_path):
     import sft_step
 

@@ -1,0 +1,105 @@
+"""Scripts of peers: what needs neither their packages nor a GPU."""
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+ELF, PTX = 2, 1
+
+
+@pytest.fixture(autouse=True)
+def peers(scripts, monkeypatch):
+    monkeypatch.syspath_prepend(PEERS)
+
+
+def fat_binary(*programs: tuple[int, int, bytes]) -> bytes:
+    """A container of (kind, architecture, code), as nvcc makes them."""
+    entries = b""
+    for kind, architecture, code in programs:
+        header = struct.pack("<HHIQ", kind, 0x0101, 64, len(code)) + bytes(12) + struct.pack("<I", architecture)
+        entries += header.ljust(64, b"\0") + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+
+def test_programs_of_other_gpus_become_zeros_in_place():
+    import pack_vllm
+
+    hopper = fat_binary((ELF, 80, b"a" * 32), (ELF, 90, b"b" * 40), (PTX, 80, b"c" * 24), (ELF, 120, b"d" * 16))
+    portable = fat_binary((ELF, 75, b"e" * 32), (PTX, 80, b"f" * 24), (PTX, 120, b"g" * 8))
+    library = b"code" + hopper + b"\x50\xed\x55\xba others" + portable + b"end"
+    kept = pack_vllm.for_hopper(library)
+    assert len(kept) == len(library) and kept.startswith(b"code") and kept.endswith(b"end")
+    for letter in b"bf":
+        assert kept.count(letter) >= library.count(letter) - 2
+    assert b"b" * 40 in kept and b"f" * 24 in kept  # machine code, or where there is none what the driver compiles
+    assert not [code for code in (b"a" * 32, b"c" * 24, b"d" * 16, b"e" * 32, b"g" * 8) if code in kept]
+
+
+def test_pieces_are_joined_once_all_have_arrived(tmp_path):
+
+    wheels, there = tmp_path / "wheels", tmp_path / "there"
+    wheels.mkdir()
+    content = os.urandom(300_000)
+    with zipfile.ZipFile(wheels / "vllm-0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("vllm/engine.py", content)
+        wheel.writestr("vllm/vllm-rs", b"left out")
+        wheel.writestr("vllm/third_party/deep_gemm/x.hpp", b"left out")
+        wheel.writestr("vllm/third_party/pynvml.py", b"kept")
+    command = [sys.executable, str(PEERS / "pack_vllm.py"), str(tmp_path / "pack"), "--wheels", str(wheels)]
+    subprocess.run([*command, "--mebibytes", "0.12"], check=True)
+    pieces = sorted((tmp_path / "pack").iterdir(), key=lambda path: int(path.name))
+    assert len(pieces) == 3
+    for piece in reversed(pieces):
+        assert not (there / "site").exists()
+        subprocess.run(["bash", str(piece / "join.sh"), str(there)], check=True)
+    found = (there / "site/vllm/engine.py").read_bytes()
+    assert hashlib.sha256(found).digest() == hashlib.sha256(content).digest()
+    assert sorted(path.name for path in (there / "site/vllm").rglob("*.*")) == ["engine.py", "pynvml.py"]
+
+
+def test_batches_by_length_hold_every_pair_once():
+    import dpo
+
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt_ids": [1] * int(rng.integers(1, 90)), "chosen_ids": [2] * 3, "rejected_ids": [row] * 5}
+        for row in range(101)
+    ]
+    found = dpo.by_length(rows, 4, rng)
+    assert sorted(row["rejected_ids"][0] for row in found) == [*range(101)]
+
+    def padding(rows: list[dict]) -> int:
+        lengths = [len(row["prompt_ids"]) for row in rows[:96]]
+        return sum(4 * max(lengths[at : at + 4]) - sum(lengths[at : at + 4]) for at in range(0, 96, 4))
+
+    assert padding(found) < padding(rows) / 3
+
+
+def test_checkpointing_of_transformers_stays_on_the_gpu():
+    import engines
+
+    tried = ["offload", "device", "none"]
+    assert engines.known_checkpointing("unsloth", tried) == tried
+    assert engines.known_checkpointing("liger", tried) == ["device", "none"]
+
+
+def test_ours_beside_vllm_for_each_number_of_requests():
+    import serve_peers
+
+    rows = [
+        {"server": server, "at a time": streams, "tokens/s": rate, "first token s, p50": wait}
+        for server, streams, rate, wait in [("ours", 64, 90.0, 0.2), ("vllm", 64, 100.0, 0.1), ("ours", 256, 1.0, 1.0)]
+    ]
+    assert serve_peers.ratios(rows) == [
+        {"at a time": 64, "tokens/s, ours of vLLM's": "0.90", "first token, p50": "2.00"}
+    ]
+    one, other = (serve_peers.make_requests(8, 100, (8, 16), (4, 8)) for _ in range(2))
+    assert one == other and {4 <= request["max_tokens"] <= 8 for request in one} == {True}
