@@ -118,8 +118,6 @@ MOST_ROWS = 32
 """Mean rows of an expert up to which reading its matrices takes longer than multiplying by them."""
 MOST_STORED_ROWS = 64
 """The same of matrices that grouped matmuls would expand, write and read again."""
-
-
 LARGEST_RANK = 64
 """Rank of adapters up to which programs of few rows hold their second matrices beside sums."""
 
