@@ -147,10 +147,10 @@ def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
     if call.rows > MOST_ROWS * call.experts:
         check_tried("few rows of experts, more than 32 each")
     ranks = [adapter.A.shape[1] for adapter in call.adapters if adapter is not None]
-    if ranks:
-        check_tried("adapters of experts with few rows")
     if any(rank > LARGEST_RANK for rank in ranks):
         raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
+    if ranks:
+        check_tried("adapters of experts with few rows")
     for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
