@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import moe
 from jaxglue.ops.moe import ExpertLora, Routing
-from jaxglue.ops.moe.reference import Activation, activate
+from jaxglue.ops.moe.reference import Activation, activate, scaled
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
@@ -38,7 +38,8 @@ def looped_mlp(
     """Compute `jaxglue.ops.moe.moe_mlp`; matrices have no gradient."""
     matrices = [dequantize(each, x.dtype) if isinstance(each, Quantized) else each for each in (gate_up, down)]
     first, second = (each.mT if transpose_rhs else each for each in matrices)
-    adapters = (lora or ExpertLora()).scaled
+    lora = ExpertLora() if lora is None else lora
+    adapters = scaled(lora.gate_up, lora.scale), scaled(lora.down, lora.scale)
     frozen = jax.tree.map(lax.stop_gradient, {"matrices": (first, second), "biases": (gate_up_bias, down_bias)})
     return _looped(activation, x, routing.weights, adapters, frozen, routing.expert_ids).astype(x.dtype)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import LLAMA_PARTS, Parts
@@ -118,11 +118,21 @@ def output_matrix(module: Any) -> Float[Array, "V D"]:
     return weight.at[indices].set(values.astype(weight.dtype))
 
 
-def with_low_rank(module: Any, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
-    """Return hidden states with their products with the A of an output projection's adapter beside them, if any."""
+def with_low_rank(
+    module: Any, hidden: Float[Array, "*B D"], ranks: Bool[Array, "*B R"] | None = None
+) -> Float[Array, "*B W"]:
+    """Return hidden states with their products with the A of an output projection's adapter beside them, if any.
+
+    Args:
+        module: the output projection.
+        hidden: states.
+        ranks: of the adapter that each state uses; None for all.
+    """
     if (adapter := _head_adapter(module)) is None:
         return hidden
     low_rank = jnp.matmul(hidden, adapter.A.T.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    if ranks is not None:
+        low_rank = jnp.where(ranks, low_rank, 0)
     return jnp.concatenate([hidden, (adapter.scale * low_rank).astype(hidden.dtype)], axis=-1)
 
 

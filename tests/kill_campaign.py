@@ -3,25 +3,33 @@
     JAX_PLATFORMS=cpu python tests/kill_campaign.py --kills 60 --seed 1
     JAX_PLATFORMS=cpu python tests/kill_campaign.py --kinds sft grpo-mesh --kills 10
 
-Half of the kills come right before an event (an optimizer step, a rename, a deletion, a sync to disk), the others at a
-random time.
+Half of the kills come right before an event (an optimizer step, a rename, a deletion, a sync to disk, an episode's
+line), the others at a random time. Which episodes decode together depends on the times of tools, and with it the last
+bits of log-probabilities: of runs with environments it is compared what was on disk when they were killed, and all but
+those where training does not read them.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tiny_runs import KILLED, KINDS, End, TinyRuns, die_before, results, unequal
 
+from jaxglue.rl.episodes import read_sample
+from jaxglue.rl.journal import EPISODES, EpisodeFile
 from jaxglue.training.run_folder import is_replaced, output_folder
 
+EPISODE_KINDS = ("episodes", "episodes-saving")
 EVENTS = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")
 Stop = dict[str, object]
 """When to kill: arguments of `TinyRuns.start`."""
@@ -59,6 +67,7 @@ def _count_events(path: Path) -> None:
     for name in EVENTS:
         setattr(os, name, counting(getattr(os, name)))
     loop.train_step = counting(loop.train_step)
+    EpisodeFile.save = counting(EpisodeFile.save)
 
 
 def kill_runs(runs: TinyRuns, kind: str, kills: int, rng: random.Random) -> Counter:
@@ -82,6 +91,101 @@ def _ended(end: End, folder: Path, whole: Whole) -> Counter:
     _check_no_remains(folder)
     shutil.rmtree(folder)
     return Counter(whole=1)
+
+
+class KeptEpisodes:
+    """What killed runs with an environment had on disk, and the run that goes on from it has at its end."""
+
+    def __init__(self):
+        self._lines: dict[tuple[int, int], dict[str, object]] = {}
+        """Of whole generations, by step and place."""
+        self._parts: dict[tuple[int, int], tuple[list, list, bool]] = {}
+        """Messages and log-probabilities of episodes under way, and whether these had ended."""
+        self.said = ""
+        """The line that the next run must print."""
+
+    def read(self, folder: Path, per_step: int, answers: int) -> None:
+        """Read the folder of a killed run."""
+        self._lines |= _by_place(_whole_lines(folder / "rollouts.jsonl"))
+        self.said = ""
+        for path in (folder / "rollouts").glob(f"*{EPISODES}"):
+            step, last = int(re.findall(r"\d+", path.name)[0]), dict[str, dict]()
+            for line in _whole_lines(path, digest=16)[1:]:
+                last[line["key"]] = line["episode"]
+            ended = sum("sample" in episode for episode in last.values())
+            if last and not path.with_name(f"step-{step}.npz").exists():
+                self.said = f"{ended} had ended and {len(last) - ended} go on from their turn"
+            for key, episode in last.items():
+                number, answer = map(int, key.split("."))
+                self._parts[step + 1, number % per_step * answers + answer] = _said(episode)
+
+    def check(self, folder: Path) -> int:
+        """Require all of it of a whole run, to the bit; return the number of episodes."""
+        lines = _by_place(_whole_lines(folder / "rollouts.jsonl"))
+        for place, line in self._lines.items():
+            assert lines[place] == line, f"the answer at {place} differs"
+        for place, (messages, log_probs, ended) in self._parts.items():
+            turns, found = lines[place]["turns"], lines[place]["log_probs"]
+            if not ended:
+                turns, found = turns[: len(messages)], found[: len(log_probs)]
+            assert (turns, found) == (messages, log_probs), f"the episode at {place} did not go on"
+        return len(self._lines) + len(self._parts)
+
+
+def _whole_lines(path: Path, digest: int = 0) -> list[dict]:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line[digest:]) for line in lines if line.endswith(b"\n")]
+
+
+def _by_place(lines: list[dict]) -> dict[tuple[int, int], dict]:
+    """Return lines by their step and their number among those of the step."""
+    counts = Counter[int]()
+    found = {}
+    for line in lines:
+        step = line["step"]
+        found[step, counts[step]] = line
+        counts[step] += 1
+    return found
+
+
+def _said(episode: dict) -> tuple[list, list, bool]:
+    """Return the messages and log-probabilities of an episode on disk, and whether it had ended."""
+    ended = "sample" in episode
+    parts = [episode["sample"]] if ended else episode["parts"]
+    values = [float(x) for part in parts for x in read_sample(part).log_probs]
+    messages = episode["sample"]["episode"]["messages"] if ended else episode["messages"]
+    return messages, [None if np.isnan(x) else round(x, 4) for x in values], ended
+
+
+def _but_log_probs(found: dict[str, Any]) -> dict[str, object]:
+    """Return results without log-probabilities of sampling, of which only a correction for sampling reads some."""
+    return found | {"answers": [line | {"log_probs": None} for line in found["answers"]]}
+
+
+def kill_episodes(runs: TinyRuns, kind: str, kills: int, rng: random.Random) -> Counter:
+    """Kill runs with an environment and resume them; return counts of what happened."""
+    folder, done, kept = runs.work / "run", Counter(), KeptEpisodes()
+    whole = Whole(lambda **stop: runs.train(kind, folder, **stop), lambda: results(folder), runs.work)
+    shutil.rmtree(folder)
+    moments = whole.moments(rng)
+    while done["kills"] < kills or folder.exists():
+        end = runs.train(kind, folder, **(next(moments) if done["kills"] < kills else {}))
+        if end.status == KILLED:
+            kept.read(folder, per_step=2, answers=4)
+            done += Counter(kills=1, inside=bool(kept.said))
+            continue
+        assert end.status == 0, f"a resumed run failed with status {end.status}:\n{end.output[-3000:]}"
+        assert ("go on from their turn" in end.output) == bool(kept.said) and kept.said in end.output, kept.said
+        done += Counter(whole=1, compared=kept.check(folder))
+        found = results(folder)
+        done["equal to an undisturbed run"] += not unequal(whole.results, found)
+        differing = unequal(_but_log_probs(whole.results), _but_log_probs(found))
+        done["equal but for log-probabilities"] += not differing
+        assert not differing or "--importance-sampling-mode none" not in KINDS[kind].flags, f"{differing} differ"
+        _check_no_remains(folder)
+        shutil.rmtree(folder)
+        kept = KeptEpisodes()
+    return done
 
 
 def kill_overwrites(runs: TinyRuns, kills: int, rng: random.Random) -> Counter:
@@ -167,7 +271,12 @@ def _check_no_remains(folder: Path) -> None:
 
 
 CAMPAIGNS: dict[str, Callable[[TinyRuns, int, random.Random], Counter]] = {
-    **{kind: lambda runs, kills, rng, kind=kind: kill_runs(runs, kind, kills, rng) for kind in KINDS},
+    **{
+        kind: lambda runs, kills, rng, kind=kind: (kill_episodes if kind in EPISODE_KINDS else kill_runs)(
+            runs, kind, kills, rng
+        )
+        for kind in KINDS
+    },
     **{name: lambda runs, kills, rng, name=name: kill_exports(runs, name, kills, rng) for name in EXPORTS},
     "overwrite": kill_overwrites,
 }

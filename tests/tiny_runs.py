@@ -25,6 +25,7 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.rl.journal import EpisodeFile
 from jaxglue.training import loop
 from jaxglue.training.record import read_metrics
 
@@ -34,6 +35,47 @@ SIZES |= {"num_key_value_heads": 1, "initializer_range": 0.3}
 REWARDS = """
 def even(completion_ids):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+"""
+KEYS = """
+import random
+import time
+
+
+class Keys:
+    def __init__(self):
+        self.turn_reward = None
+
+    def reset(self, **row):
+        self.pressed = 0
+
+    def add(self) -> str:
+        \"\"\"Press a key.\"\"\"
+        return self._press(1)
+
+    def subtract(self) -> str:
+        \"\"\"Press a key.\"\"\"
+        return self._press(2)
+
+    def multiply(self) -> str:
+        \"\"\"Press a key.\"\"\"
+        return self._press(3)
+
+    def _press(self, number):
+        time.sleep(random.uniform(0, 0.06))
+        self.pressed += number
+        self.turn_reward = random.random()
+        return str(self.pressed % 10)
+
+    def get_reward(self):
+        return self.pressed + random.random()
+
+
+class Saving(Keys):
+    def state(self):
+        return {"pressed": self.pressed}
+
+    def restore(self, state):
+        self.pressed = state["pressed"]
 """
 STEPS, SAVE_EVERY, LAST_SAVED = 6, 2, 4
 KILLED = -signal.SIGKILL
@@ -48,10 +90,13 @@ class Kind:
     flags: str
     devices: int = 1
     processes: int = 1
+    model: str = "model"
 
 
 _ANSWERS = "--data {work}/prompts.jsonl --num-generations 4 --generation-batch-size 8 --max-completion-length 6"
 _GRPO = f"--objective grpo --reward {{work}}/rewards.py:even {_ANSWERS} --temperature 0.5"
+_EPISODES = "--objective dapo --environment {work}/keys.py:CLASS --data {work}/sums.jsonl --num-generations 4"
+_EPISODES += " --generation-batch-size 8 --max-completion-length 24 --max-turns 4 --max-episodes 6"
 KINDS = {
     "sft": Kind("--data {work}/chats.jsonl --gradient-accumulation-steps 2 --eval-fraction 0.2 --dropout 0.1"),
     "full": Kind("--data {work}/chats.jsonl --method full --keep both --eval-fraction 0.2 --eval-every 2"),
@@ -61,6 +106,10 @@ KINDS = {
     "distill": Kind(f"--objective distill --teacher {{work}}/teacher {_ANSWERS}"),
     "grpo": Kind(_GRPO),
     "grpo-mesh": Kind(f"{_GRPO} --mesh fsdp=2 --batch-size 2", devices=2),
+    "episodes": Kind(_EPISODES.replace("CLASS", "Keys"), model="calculator"),
+    "episodes-saving": Kind(
+        f"{_EPISODES.replace('CLASS', 'Saving')} --importance-sampling-mode none", model="calculator"
+    ),
     "processes": Kind("--data {work}/chats.jsonl --batch-size 2 --eval-fraction 0.2", processes=2),
 }
 
@@ -87,13 +136,15 @@ class TinyRuns:
         self.work, self.compiled, self.tokens = work, work / "compiled", work / "tokens"
         work.mkdir(parents=True, exist_ok=True)
         _adopt_orphans()
-        if not (work / "rewards.py").exists():
+        if not (work / "keys.py").exists():
             end = self._wait(self._fork(lambda: _make_inputs(work), "inputs"), "inputs")
             assert end.status == 0, end.output
 
     def training(self, kind: str, output: Path, *flags: str) -> list[str]:
         """Return the arguments of a run of this kind."""
-        common = f"train --model {{work}}/model --output {output} --steps {STEPS} --save-every {SAVE_EVERY}"
+        common = (
+            f"train --model {{work}}/{KINDS[kind].model} --output {output} --steps {STEPS} --save-every {SAVE_EVERY}"
+        )
         common += " --log-every 1 --seq-len 96 --workers 1 --learning-rate 1e-2"
         common += f" --cache-dir {self.tokens} --compilation-cache {self.compiled}"
         words = f"{common} {KINDS[kind].flags}".replace("{work}", str(self.work)).split()
@@ -209,7 +260,10 @@ class TinyRuns:
 
 
 def die_before(event: int, *functions: str) -> Callable[[], None]:
-    """Return what kills a process before the call of this number of any of `os`'s functions or the optimizer step."""
+    """Return what kills a process before the call of this number.
+
+    Calls are those of `os`'s functions of these names, of the optimizer step, and for an episode's line.
+    """
 
     def prepare() -> None:
         events = iter(range(event))
@@ -225,6 +279,7 @@ def die_before(event: int, *functions: str) -> Callable[[], None]:
         for name in functions:
             setattr(os, name, dying(getattr(os, name)))
         loop.train_step = dying(loop.train_step)
+        EpisodeFile.save = dying(EpisodeFile.save)
 
     return prepare
 
@@ -278,10 +333,10 @@ def _adopt_orphans() -> None:
 
 def _make_inputs(work: Path) -> None:
     jax.config.update("jax_platforms", "cpu")
-    for seed, name in enumerate(("model", "teacher")):
+    for seed, (name, source) in enumerate({"model": "model", "teacher": "model", "calculator": "calculator"}.items()):
         folder = work / name
         folder.mkdir(exist_ok=True)
-        for path in (QUICKSTART / "model").iterdir():
+        for path in (QUICKSTART / source).iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
         raw = json.loads((folder / "config.json").read_text()) | SIZES
         (folder / "config.json").write_text(json.dumps(raw))
@@ -293,7 +348,9 @@ def _make_inputs(work: Path) -> None:
         "chats": (QUICKSTART / "chats.jsonl").read_text().splitlines()[:60],
         "pairs": (QUICKSTART / "pairs.jsonl").read_text().splitlines()[:24],
         "prompts": (QUICKSTART / "digits.jsonl").read_text().splitlines()[:9],
+        "sums": (QUICKSTART / "calculator.jsonl").read_text().splitlines()[:9],
         "labels": map(json.dumps, rows),
     }.items():
         (work / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (work / "rewards.py").write_text(REWARDS)
+    (work / "keys.py").write_text(KEYS)

@@ -29,6 +29,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import PromptScorer, PromptScores
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.segments import segment_bucket
@@ -153,6 +154,16 @@ class Session:
         return self._setup.model.model_type
 
     @property
+    def lora(self) -> LoraConfig | None:
+        """Return the settings of the adapters in training; None where all weights train."""
+        return self._setup.lora
+
+    @property
+    def stops(self) -> Collection[int]:
+        """Return the tokens that end an answer."""
+        return self._setup.stops
+
+    @property
     def step(self) -> int:
         """Return the optimizer steps done."""
         return self._state.step
@@ -264,6 +275,10 @@ class Session:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
         engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
         return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
+
+    def check_request(self, request: Request) -> None:
+        """Raise ValueError for a prompt that `sample_tokens` would refuse, with all that are answered beside it."""
+        self._sampling_engine().answers(request, 0)
 
     def score_tokens(self, text: Sequence[int], top: int, weights: Params | None = None) -> PromptScores:
         """Return log-probabilities of a text's tokens but the first, and of the likeliest in their places.

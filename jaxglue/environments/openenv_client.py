@@ -1,7 +1,11 @@
 """Environments behind OpenEnv's servers (https://github.com/meta-pytorch/OpenEnv): a session for each episode."""
 
 import json
+from contextlib import suppress
 from typing import Any
+
+with suppress(ImportError):  # ahead: an episode's process is a fork of one that has imported this file
+    import openenv.core.generic_client  # noqa: F401
 
 
 class OpenEnv:

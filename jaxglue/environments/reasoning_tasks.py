@@ -5,6 +5,10 @@ Rows have an `entry` of a dataset: `python -m jaxglue.environments.reasoning_tas
 
 import json
 import sys
+from contextlib import suppress
+
+with suppress(ImportError):  # ahead: an episode's process is a fork of one that has imported this file
+    import reasoning_gym  # noqa: F401
 
 
 class ReasoningGym:

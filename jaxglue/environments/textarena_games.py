@@ -1,5 +1,10 @@
 """Games of textarena (https://github.com/LeonGuertler/TextArena) for one player: an answer is a move."""
 
+from contextlib import suppress
+
+with suppress(ImportError):  # ahead: an episode's process is a fork of one that has imported this file
+    import textarena  # noqa: F401
+
 
 class TextArena:
     """A game; the reward is the player's when it ends.
@@ -21,6 +26,7 @@ class TextArena:
             raise ValueError("name a game, as in --environment 'textarena?game=Wordle-v0', or in a column game")
         self._game = textarena.make(env_id=name)
         self._game.reset(num_players=1, seed=seed)
+        self._seen = ""
         return self._observe()
 
     def __call__(self, message: str, last: bool) -> str | float:
@@ -32,7 +38,8 @@ class TextArena:
         return self._unfinished if last else self._observe()
 
     def _observe(self) -> str:
+        """Return what is seen; of an observation that tells all from the beginning again, what is new."""
         _, observation = self._game.get_observation()
-        if isinstance(observation, str):
-            return observation
-        return "\n".join(str(part[1]) for part in observation)
+        text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
+        new, self._seen = text.removeprefix(self._seen), text
+        return new or text

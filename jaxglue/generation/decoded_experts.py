@@ -19,14 +19,14 @@ def choose_decoded_experts(
 
     Parameters may be shapes. All layers with experts are alike, so the first one's choice is that of all.
     """
-    if config.moe is None:
+    if (moe := config.moe) is None:
         return None
     chosen: list[BackendChoice] = []
 
     def look(graphdef, *weights: Params) -> None:
         for _, module in nnx.iter_modules(merge_module(graphdef, *weights)):
             if isinstance(module, Experts):
-                call = _call(module, dtype, slots * config.moe.num_experts_per_tok)
+                call = _call(module, dtype, slots * moe.num_experts_per_tok)
                 chosen.append(FEW_ROWS_EXPERTS.choose(compute_capability(), call))
 
     for graphdef, *weights in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):

@@ -356,7 +356,8 @@ class Engine:
         if self._told or compute_capability() is None:
             return
         self._told = True
-        choice = choose_decoded_experts(self._model[0], *trees, self.config, self._dtype, plan.slots)
+        trainable, frozen = trees
+        choice = choose_decoded_experts(self._model[0], trainable, frozen, self.config, self._dtype, plan.slots)
         if choice is not None and choice.barred is None:
             _log.info("experts: by kernels of few rows")
         elif choice is not None:

@@ -408,7 +408,7 @@ class EnginePrograms:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        logits = project(with_low_rank(output, norm(x[0])), extended_matrix(output), jnp.float32)
+        logits = project(with_low_rank(output, norm(x[0]), window.ranks), extended_matrix(output), jnp.float32)
         logits, positions = cap_logits(logits, self._config.scales.logit_softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features, masks)

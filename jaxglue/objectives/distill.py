@@ -16,6 +16,7 @@ class Distillation(RolloutObjective):
             "held-out prompts need a --reward",
             unless=lambda settings: settings["reward"] or settings["environment"],
         ),
+        Excludes("teacher_server", "it needs whole distributions: --objective distill_tokens has servers as teachers"),
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
     )
     requires = (Requires(("teacher",), "it learns the distributions of a model folder, or of base"),)

@@ -41,6 +41,7 @@ OBJECTIVES = Registry["type[Objective]"](
         "vespo": "jaxglue.objectives.policy_gradient:VESPO",
         "rloo": "jaxglue.objectives.policy_gradient:RLOO",
         "distill": "jaxglue.objectives.distill:Distillation",
+        "distill_tokens": "jaxglue.objectives.distill_tokens:TokenDistillation",
     },
 )
 """Every objective, in the order of `--help`."""
@@ -65,6 +66,7 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
             "config:VESPOSettings": ("vespo",),
             "config:RLOOSettings": ("rloo",),
             "config:DistillSettings": ("distill",),
+            "config:RolloutSettings": ("distill_tokens",),
         }.items()
         for name in names
     },
@@ -85,7 +87,7 @@ class ObjectiveConfig(KindSettings):
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
     RLOO (2402.14740); or distill, the divergence from a teacher on the
-    model's answers (2306.13649)."""
+    model's answers (2306.13649), or distill_tokens, by what servers' models say of their tokens."""
 
     @classmethod
     def settings_of(cls, name: str) -> type[Any]:

@@ -154,6 +154,7 @@ class RolloutObjective(Objective):
         Excludes("teacher", "it has none"),
         Excludes("teacher_system", "it has no teacher"),
         Excludes("teacher_quantize", "it has no teacher"),
+        Excludes("teacher_server", "it has no teacher"),
         Excludes("lmbda", "rewards judge answers of the model alone"),
     )
     requires: ClassVar[tuple[Requires, ...]] = (
@@ -163,6 +164,8 @@ class RolloutObjective(Objective):
     """Answers to each prompt where no number is given."""
     compares: ClassVar[bool] = False
     """Rewards of answers to one prompt are compared: there must be two at least."""
+    reference_is_served: ClassVar[bool] = False
+    """Its reference log-probabilities are those of servers' models."""
     divergence_in_reward: ClassVar[bool] = False
     """The divergence from the reference lowers the reward, and is no part of the loss."""
 
@@ -223,7 +226,7 @@ class RolloutObjective(Objective):
         """The structure of the metrics, from a trace of the loss on one token."""
 
         def trace(token: Tokens, owner: Array) -> dict[str, Metric]:
-            reference = token if self.uses_reference else None
+            reference = token if self.uses_reference or self.reference_is_served else None
             known = {"old": token, "sampler": token, "reference": reference, "mean_weight": token}
             rollouts = Rollouts(owners=owner, advantages=token, **known)
             return self.loss_and_metrics(LossInputs(values=_OneToken(token), rollouts=rollouts, counted=token))[1]

@@ -91,6 +91,10 @@ class RolloutConfig(Config):
     """Model folder whose distributions are distilled; or base, the model without its adapter."""
     teacher_quantize: Quantize | None = None
     """Storage of the linear layers of a teacher's folder; by default that of the model in training."""
+    teacher_server: tuple[str, ...] = ()
+    """Teachers behind servers of OpenAI's completions, which return log-probabilities of prompts: an address,
+    `http://127.0.0.1:8000/v1?model=name`; several have names before it, `math=http://…`, and rows name one in a column
+    teacher."""
     teacher_system: str | None = None
     """System message of the teacher's prompts alone, in which {name} stands for a column of the row."""
     lmbda: Annotated[float, Range(ge=0, le=1)] = 1.0

@@ -194,7 +194,7 @@ class EpisodeConnection:
         reply = self._read(end)
         if error := reply.get("error"):
             raise EpisodeDiedError(f"failed: {error}")
-        self._has_ended = do == "end"
+        self._has_ended = do == "end" and reply.get("again", False)
         return reply
 
     def read(self) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def load(request: dict[str, Any]) -> dict[str | None, Callable[..., Any]] | None
 
 def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> None:
     """Hold an environment, and answer requests until the connection ends."""
-    loop, process = asyncio.new_event_loop(), os.getpid()
+    loop, process, begun = asyncio.new_event_loop(), os.getpid(), _left()
     lines = connection.makefile("rb")
     holder: Holder | None = None
     for line in lines:
@@ -321,12 +321,25 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
         try:
             holder = holder or Holder(make_environment(), loop)
             reply = holder.answer(request)
+            if request["do"] == "end":
+                reply["again"] = _left() == begun
             body = json.dumps(reply, default=_number, allow_nan=True)
         except Exception as error:
             body = json.dumps({"error": described(error)})
         if os.getpid() != process:  # a tool forked, and its copy returned
             os._exit(0)
         connection.sendall(body.encode() + b"\n")
+
+
+def _left() -> tuple[Any, ...]:
+    """Return what an episode may leave behind in its process: programs that it started, and another folder."""
+    programs = list[str]()
+    for process in (os.getpid(), os.getppid()):
+        with contextlib.suppress(OSError):
+            programs += Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    with contextlib.suppress(OSError):
+        return programs, os.getcwd()
+    return (object(),)  # its folder is gone
 
 
 def _hold(connection: socket.socket, begin: dict[str, Any], factories: Mapping[str | None, Any], memory: int) -> None:

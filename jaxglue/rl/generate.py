@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,12 +14,13 @@ from jaxglue.generation.turns import TurnSource
 from jaxglue.rl.advantages import compare, rewards_of
 from jaxglue.rl.conversation import ConversationTemplate
 from jaxglue.rl.episodes import Environment, EpisodeJournal, Episodes
-from jaxglue.rl.pack import Packed, groups_of, of_samples, unpack
+from jaxglue.rl.pack import Group, groups_of, of_samples, unpack
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
+from jaxglue.rl.teachers import ServedTeachers
 
 _HELD_OUT = 1 << 30
 """Number of the first held-out prompt, beyond those of all that are trained on."""
@@ -159,12 +161,15 @@ def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(tokens, np.full(len(tokens), np.nan, np.float32), True, text)
 
 
-class _LogProbPasses(NamedTuple):
-    """Log-probabilities of packed answers, on their way."""
+_RowValues = Callable[[], list[Float[np.ndarray, " L"]]]
+"""Waits for values of each row of answers."""
 
-    packed: list[Packed]
-    old: list[Float[Array, "B T"]] | None
-    reference: list[Float[Array, "B T"]] | None
+
+class _LogProbPasses(NamedTuple):
+    """Log-probabilities of answers, on their way."""
+
+    old: _RowValues | None
+    reference: _RowValues | None
 
 
 def _begin_passes(
@@ -172,13 +177,30 @@ def _begin_passes(
 ) -> _LogProbPasses | None:
     """Begin to compute the log-probabilities that something reads: later steps, the reference's divergence, rewards."""
     needs_old, needs_reference = plan.objective.needs_old(plan.window), plan.objective.uses_reference
-    if not (needs_old or needs_reference):
+    if not (needs_old or needs_reference or plan.teachers is not None):
         return None
     groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
+    reference = None if plan.teachers is None else _begin_scores(plan.teachers, prompts, groups)
+    if not (needs_old or needs_reference):
+        return _LogProbPasses(None, reference)
     packed = plan.pack(groups)
-    old = [policy.log_probs(batch) for batch, _ in packed] if needs_old else None
-    reference = [policy.log_probs(batch, reference=True) for batch, _ in packed] if needs_reference else None
-    return _LogProbPasses(packed, old, reference)
+
+    def begin(**options: bool) -> _RowValues:
+        return partial(unpack, packed, [policy.log_probs(batch, **options) for batch, _ in packed])
+
+    old = begin() if needs_old else None
+    return _LogProbPasses(old, begin(reference=True) if needs_reference else reference)
+
+
+def _begin_scores(teachers: ServedTeachers, prompts: Sequence[Prompt], groups: Sequence[Group]) -> _RowValues:
+    """Begin to ask teachers for the log-probabilities of answers, after their own prompts where they have some."""
+    scores = [
+        teachers.begin(prompt, prompt.teacher or group.prompt, answer.tokens.tolist())
+        for prompt, group in zip(prompts, groups, strict=True)
+        for answer in group.answers
+    ]
+    lengths = [len(answer.tokens) for group in groups for answer in group.answers]
+    return lambda: [score.result()[-length:] for score, length in zip(scores, lengths, strict=True)]
 
 
 def _with_log_probs(generation: Generation, passes: _LogProbPasses | None) -> Generation:
@@ -187,10 +209,10 @@ def _with_log_probs(generation: Generation, passes: _LogProbPasses | None) -> Ge
         return generation
     samples = generation.all_samples
     if passes.old is not None:
-        values = of_samples(generation.prompts, generation.samples, unpack(passes.packed, passes.old))
+        values = of_samples(generation.prompts, generation.samples, passes.old())
         samples = [answer._replace(old=own) for answer, own in zip(samples, values, strict=True)]
     if passes.reference is not None:
-        values = of_samples(generation.prompts, generation.samples, unpack(passes.packed, passes.reference))
+        values = of_samples(generation.prompts, generation.samples, passes.reference())
         samples = [answer._replace(reference=own) for answer, own in zip(samples, values, strict=True)]
     answers = iter(samples)
     return replace(generation, samples=[[next(answers) for _ in group] for group in generation.samples])

@@ -149,8 +149,10 @@ class RolloutSteps(Iterator[Step]):
         self._folder.drop_before(self.state.step)
 
     def close(self) -> None:
-        """End the processes of rewards."""
+        """End the processes of rewards, and what is asked of teachers."""
         self.plan.judge.close()
+        if self.plan.teachers is not None:
+            self.plan.teachers.close()
 
 
 def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advantages: Advantages) -> list[Step]:

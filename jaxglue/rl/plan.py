@@ -13,6 +13,7 @@ from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.pack import Group, Packed, pack_groups
 from jaxglue.rl.prompts import Prompt, PromptDataset, positions
 from jaxglue.rl.rewards import Judge
+from jaxglue.rl.teachers import ServedTeachers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class RolloutPlan:
     """A row holds a prompt once; else each answer has a copy."""
     copies: bool = False
     """Rows with shared prompts say where operations that follow one continuation find copies."""
+    teachers: ServedTeachers | None = None
+    """Servers whose models judge tokens, if there are any."""
     held_out: PromptDataset | None = None
     """Prompts that are answered in evaluations, if there are any."""
 

@@ -44,6 +44,7 @@ _ENVIRONMENTS = {
     "reasoning_gym": ("reasoning_tasks", "ReasoningGym"),
     "textarena": ("textarena_games", "TextArena"),
     "openenv": ("openenv_client", "OpenEnv"),
+    "verifiers": ("verifiers_tasks", "Verifiers"),
 }
 """Files and classes of shipped environments; no file has the name of a package, which it would hide."""
 _TAIL = 16

@@ -46,6 +46,8 @@ class AnswerText:
         """Calls of tools, and tokens up to the end."""
         self._log_probs, self._offset = list[_TokenText](), 0
         """Log-probabilities that were not reported, and characters of the tokens before them."""
+        self.sampled = list[tuple[int, float]]()
+        """Tokens with their log-probabilities, where these are asked for."""
         self._content: str | None = None
         """The text beside tool calls, once these have come."""
         self.finish: str | None = None
@@ -63,6 +65,7 @@ class AnswerText:
                 if token in self._stops:
                     self._end_text()
                 self._log_probs.append(self._token_text(event, index))
+                self.sampled.append((token, _finite(event.log_probs[index])))
             if token in self._stops:
                 self._special = self._special_stops.get(token)
             else:

@@ -6,7 +6,8 @@
     server.run(port=8001)
 
 and in the loop `tinker.ServiceClient(base_url="http://127.0.0.1:8001", api_key=…)`. A request is answered with the name
-of its result, which the SDK asks for; one thread computes results in the order of the requests.
+of its result, which the SDK asks for; one thread computes results in the order of the requests, but that requests for
+answers are answered together, by whichever saved weights.
 """
 
 import asyncio
@@ -16,8 +17,10 @@ import re
 import secrets
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +33,12 @@ from starlette.routing import Route
 from jaxglue.api.session import Session
 from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Completion
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 from jaxglue.serve.local import foreign_page
 from jaxglue.terminal.lines import echo
+from jaxglue.tinker.adapters import Adapter, side_by_side
 from jaxglue.tinker.losses import find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam
@@ -44,6 +49,8 @@ _WAIT = 20.0
 _KEPT_RESULTS = 1024
 _KEPT_SAMPLERS = 16
 """Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
+_TOGETHER = 4
+"""Saved weights whose answers are written together: programs are compiled for their ranks."""
 _MOST_SAMPLES = 1024
 _MOST_LIKELY = 100
 _LARGEST_RANK = 4096
@@ -71,7 +78,7 @@ class _Model(NamedTuple):
 
 class _Sampler(NamedTuple):
     model: _Model
-    weights: Params
+    adapter: Adapter
 
 
 class TinkerServer:
@@ -89,6 +96,8 @@ class TinkerServer:
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Sampler] = {}
         self._results: dict[str, Future] = {}
+        self._asked: list[tuple[str, Mapping[str, Any], Future[bytes]]] = []
+        """Requests for answers that wait, with the names of their weights."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jaxglue-tinker")
         self._folder = tempfile.TemporaryDirectory(prefix="jaxglue-tinker-")
         posts: dict[str, Callable] = {
@@ -107,7 +116,6 @@ class TinkerServer:
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
             "unload_model": self._unload_model,
-            "asample": self._sample,
         }
         capability = {"model_name": str(settings.get("model", settings.get("recipe"))), "trainable": True}
         routes = [
@@ -117,6 +125,7 @@ class TinkerServer:
                 self._guarded(lambda http: _now({"supported_models": [capability | {"sampleable": True}]})),
             ),
             Route("/api/v1/forward_backward", self._guarded(self._losses), methods=["POST"]),
+            Route("/api/v1/asample", self._guarded(self._answers), methods=["POST"]),
             Route("/api/v1/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
         ]
         routes += [
@@ -170,20 +179,31 @@ class TinkerServer:
 
     def _promise(self, do: Callable, argument: Any) -> Response:
         """Begin an operation after those before it; return the name of its result."""
-        samples = argument.get("num_samples", 1) if isinstance(argument, dict) else 1
-        if not isinstance(samples, int) or not 1 <= samples <= _MOST_SAMPLES:
-            raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
+        return JSONResponse({"request_id": self._keep(self._worker.submit(do, argument))})
+
+    def _keep(self, result: Future) -> str:
+        """Keep a result to come until it is asked for; return its name."""
         name = f"request-{uuid.uuid4()}"
-        self._results[name] = self._worker.submit(do, argument)
+        self._results[name] = result
         while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
             del self._results[next(iter(self._results))]
-        promised: dict[str, Any] = {"request_id": name}
-        if isinstance(argument, dict) and "num_samples" in argument:
-            promised["sample_sequence_ids"] = [f"{name}:{i}" for i in range(samples)]
-        return JSONResponse(promised)
+        return name
 
     async def _losses(self, http: HttpRequest) -> Response:
         return self._promise(self._forward_backward, read_loss_request(await _read(http)))
+
+    async def _answers(self, http: HttpRequest) -> Response:
+        """Let a request for answers wait for the thread, which takes all that wait at once."""
+        body = await _read_json(http)
+        samples = body.get("num_samples", 1)
+        if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
+            raise ValueError(f"num_samples: expected 1 to {_MOST_SAMPLES}, got {samples!r:.100}")
+        result, sampler = Future[bytes](), str(body.get("sampling_session_id") or body.get("model_path"))
+        self._asked.append((sampler, body, result))
+        self._worker.submit(self._answer_all)
+        name = self._keep(result)
+        ids = [f"{name}:{i}" for i in range(samples)]
+        return JSONResponse({"request_id": name} | ({"sample_sequence_ids": ids} if "num_samples" in body else {}))
 
     async def _retrieve(self, http: HttpRequest) -> Response:
         name = (await _read_json(http)).get("request_id", "")
@@ -293,7 +313,8 @@ class TinkerServer:
         self._samplers.pop(name, None)
         while len(self._samplers) >= _KEPT_SAMPLERS:
             del self._samplers[next(iter(self._samplers))]
-        self._samplers[name] = _Sampler(model, model.session.snapshot())
+        assert model.session.lora is not None
+        self._samplers[name] = _Sampler(model, Adapter(model.session.snapshot(), model.session.lora))
         return {"type": "save_weights_for_sampler", **({"path": name} if given else {"sampling_session_id": name})}
 
     def _path(self, model: str, name: str) -> Path:
@@ -307,8 +328,50 @@ class TinkerServer:
             )
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _sample(self, body: Mapping[str, Any]) -> bytes:
-        sampler = self._samplers.get(str(body.get("sampling_session_id") or body.get("model_path")))
+    def _answer_all(self) -> None:
+        """Answer the requests that wait for answers."""
+        asked = dict[str, list[tuple[_Question, Future[bytes]]]]()
+        while self._asked:
+            name, body, result = self._asked.pop(0)
+            if result.set_running_or_notify_cancel():
+                with _failing([result]):
+                    asked.setdefault(name, []).append((self._read_question(name, body), result))
+        for names in self._rounds(asked):
+            pairs = [pair for name in names for pair in asked[name]]
+            with _failing([result for _, result in pairs]):
+                weights, ranks = self._weights(names)
+                requests = [
+                    replace(question.request, ranks=own)
+                    for name, own in zip(names, ranks, strict=True)
+                    for question, _ in asked[name]
+                ]
+                found = list[list[Completion]]([] for _ in pairs)
+                for done in self._samplers[names[0]].model.session.sample_tokens(requests, (), weights):
+                    found[done.number].append(done)
+                for (question, result), answers in zip(pairs, found, strict=True):
+                    answers.sort(key=lambda each: each.answer)
+                    with _failing([result]):
+                        result.set_result(question.response(answers))
+
+    def _rounds(self, names: Iterable[str]) -> list[list[str]]:
+        """Divide saved weights into those whose answers are written together: a few adapters on the same base."""
+        rounds: dict[Any, list[list[str]]] = {}
+        for name in names:
+            sampler = self._samplers[name]
+            alone = not sampler.adapter.is_plain
+            of_base = rounds.setdefault(name if alone else id(sampler.model.session.frozen), [[]])
+            if len(of_base[-1]) == _TOGETHER:
+                of_base.append([])
+            of_base[-1].append(name)
+        return [names for of_base in rounds.values() for names in of_base]
+
+    def _weights(self, names: Sequence[str]) -> tuple[Params, Sequence[np.ndarray | None]]:
+        """Return the parameters of saved weights together, and the ranks of each."""
+        adapters = [self._samplers[name].adapter for name in names]
+        return (adapters[0].weights, [None]) if len(adapters) == 1 else side_by_side(adapters)
+
+    def _read_question(self, name: str, body: Mapping[str, Any]) -> "_Question":
+        sampler = self._samplers.get(name)
         if sampler is None:
             raise ValueError(f"asample: expected a sampling session of the last {_KEPT_SAMPLERS} saved weights")
         given, session = dict(_object(body, "sampling_params")), sampler.model.session
@@ -322,28 +385,52 @@ class TinkerServer:
             top_k=max(_whole(given, "top_k", -1, least=-1), 0),
             seed=secrets.randbits(31) if seed is None else _whole(given, "seed", 0, least=0),
         )
-        prompt = _prompt(body)
-        request = Request(prompt, config, n=_whole(body, "num_samples", 1))
-        stops = None if given.get("stop") is None else _stops(session, given["stop"])
-        done = sorted(session.sample_tokens([request], stops, sampler.weights), key=lambda each: each.answer)
-        answers = [(each.tokens, each.log_probs, each.finish == "stop") for each in done]
         top = _whole(body, "topk_prompt_logprobs", 0, least=0)
-        if not (_flag(body, "prompt_logprobs", False) or top):
-            return sample_response(answers)
-        return sample_response(answers, *_prompt_scores(session, prompt, top, body, sampler.weights))
+        if top > _MOST_LIKELY:
+            raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
+        stops = session.stops if given.get("stop") is None else _stops(session, given["stop"])
+        request = Request(_prompt(body), config, n=_whole(body, "num_samples", 1), stop=frozenset(stops))
+        session.check_request(request)
+        scored = _flag(body, "prompt_logprobs", False) or top > 0
+        last = _whole(body, "prompt_logprobs_last_n", len(request.prompt))
+        return _Question(sampler, request, top, last if scored else None)
+
+
+class _Question(NamedTuple):
+    """A request for answers."""
+
+    sampler: _Sampler
+    request: Request
+    top: int
+    """Likely tokens of the prompt's places that are asked for."""
+    last: int | None
+    """Last tokens of the prompt whose log-probabilities are asked for; None for none."""
+
+    def response(self, answers: Sequence[Completion]) -> bytes:
+        """Return the message with the answers, and the prompt's log-probabilities where these are asked for."""
+        found = [(each.tokens, each.log_probs, each.finish == "stop") for each in answers]
+        if self.last is None:
+            return sample_response(found)
+        prompt = [*self.request.prompt]
+        return sample_response(found, *_prompt_scores(self.sampler, prompt, self.top, self.last))
+
+
+@contextmanager
+def _failing(results: Sequence[Future]) -> Iterator[None]:
+    """Let an error in the body be that of the results that have none yet."""
+    try:
+        yield
+    except Exception as error:
+        for result in results:
+            if not result.done():
+                result.set_exception(error)
 
 
 def _prompt_scores(
-    session: Session, prompt: Sequence[int], top: int, body: Mapping[str, Any], weights: Params
+    sampler: _Sampler, prompt: Sequence[int], top: int, last: int
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-    """Return log-probabilities of a prompt's tokens, and the likeliest in their places; the first has none.
-
-    Where the request asks for the last ones alone, the others have none either.
-    """
-    if top > _MOST_LIKELY:
-        raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
-    last = _whole(body, "prompt_logprobs_last_n", len(prompt))
-    scores = session.score_tokens(prompt, top, weights)
+    """Return log-probabilities of a prompt's last tokens, and the likeliest in their places; the first has none."""
+    scores = sampler.model.session.score_tokens(prompt, top, sampler.adapter.weights)
     log_probs, ids = np.full(len(prompt), np.nan, np.float32), np.zeros((len(prompt), top), np.int32)
     likely = np.full((len(prompt), top), np.nan, np.float32)
     shown = range(max(1, len(prompt) - last), len(prompt))

@@ -31,8 +31,10 @@ _MAY_CHANGE = (
     "steps",
     f"inputs.{HELD_OUT}",
     *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")),
+    "rollouts.teacher_server",
 )
-"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, and limits of functions."""
+"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, limits of functions, and where
+servers are."""
 _PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {

@@ -20,6 +20,7 @@ from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import PromptDataset, PromptReport, read_prompts
 from jaxglue.rl.rewards import Judge
+from jaxglue.rl.teachers import ServedTeachers
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
@@ -161,6 +162,12 @@ class Prompts:
         """Return what judges the answers, and knows the tools of environments; their files are imported here."""
         return Judge(self.config.rollouts)
 
+    @cached_property
+    def teachers(self) -> ServedTeachers | None:
+        """Return the servers whose models judge tokens; they are asked here for the first time."""
+        rollouts = self.config.rollouts
+        return ServedTeachers(rollouts.teacher_server, rollouts.reward_timeout) if rollouts.teacher_server else None
+
     def read(
         self, tokenizer: "PreTrainedTokenizerBase", progress: DataProgress | None, columns: Columns
     ) -> PreparedData:
@@ -176,6 +183,8 @@ class Prompts:
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
+        if self.teachers is not None:
+            self.teachers.check(prompts.prompts, tokenizer)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
 
     def loss_on(self, data: PreparedData) -> str:
@@ -211,6 +220,7 @@ class Prompts:
             seed=config.data.seed,
             shared=not self.why_copied,
             copies=self.model.recurrent is not None,
+            teachers=self.teachers,
             held_out=held_out,
         )
         steps = RolloutSteps(plan, config.run.output)

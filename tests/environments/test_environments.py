@@ -1,10 +1,12 @@
 """Shipped environments: a sandbox for programs, and tasks of other packages where these are installed."""
 
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
@@ -13,7 +15,9 @@ from jaxglue.environments.reasoning_tasks import ReasoningGym
 from jaxglue.environments.sandbox import Sandbox
 from jaxglue.environments.textarena_games import TextArena
 from jaxglue.rl.config import RolloutConfig
+from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, parse_environment
+from tests.rl.forced import converse, make_environment
 
 
 def test_shipped_environments_have_names():
@@ -147,3 +151,66 @@ def test_sessions_of_an_openenv_server_are_episodes(server):
         assert first.step({"number": 5}) == "wrong" and (first.turn_reward, first.end_episode) == (0.0, False)
         assert second.step({"number": 5}) == "right" and (second.turn_reward, second.end_episode) == (1.0, True)
         assert first("7", last=False) is None and (first.turn_reward, first.end_episode) == (0.5, True)
+
+
+GUESSING = """
+import verifiers.v1 as vf
+
+
+class Number(vf.TaskData):
+    number: int
+
+
+class Guess(vf.Task[Number]):
+    @vf.reward(weight=2.0)
+    async def found(self, trace):
+        return float(trace.branches[-1].messages[-1].content == str(self.data.number))
+
+    @vf.reward
+    async def turns(self, trace):
+        return float(trace.num_turns)
+
+
+class Game(vf.Env[vf.SingleAgentEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as player:
+            said = await player.turn()
+            while not said.terminated and said.last_reply != str(task.data.number):
+                said = await player.turn("higher" if int(said.last_reply) < task.data.number else "lower")
+
+
+class Guesses(vf.Taskset[Guess]):
+    def load(self):
+        for number in (7, 2):
+            yield Guess(Number(number=number, prompt="Guess.", system_prompt="Digits."), self.config.task)
+
+
+__all__ = ["Guesses", "Game"]
+"""
+
+
+def test_a_taskset_of_verifiers_is_played_to_its_rewards(tmp_path, monkeypatch, make_tokenizer, capsys):
+    pytest.importorskip("verifiers")
+    from jaxglue.environments import verifiers_tasks
+
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    verifiers_tasks.main("guessing", "tasks=5")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    content = [{"role": "system", "content": "Digits."}, {"role": "user", "content": "Guess."}]
+    assert rows == [{"task": 0, "prompt": content}, {"task": 1, "prompt": content}]
+
+    tokenizer = make_tokenizer()
+    prompts = [Prompt(f"rows:{row['task']}", content, [1, 2], {"task": row["task"]}, asked=True) for row in rows]
+    said = {0: ["3", "9", "7", "x"], 1: ["5", "1", "4", "3"]}
+    with closing(Judge(RolloutConfig(environment="verifiers?taskset=guessing", reward=()))) as judge:
+        environment = make_environment(tokenizer, judge.begin, names=judge.episode_names, turns=4)
+
+        def write(turn):
+            return said[turn.index][turn.seed // 1_000_003] + "<|im_end|>"
+
+        (first,), (second,) = converse(environment, prompts, write, tokenizer)
+    assert [message["content"] for message in first.episode.messages] == ["3", "higher", "9", "lower", "7"]
+    assert first.episode.rewards == {"Verifiers": 5.0} and second.episode.rewards == {"Verifiers": 4.0}
+    assert [message["content"] for message in second.episode.messages][-1] == "3"

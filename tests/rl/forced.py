@@ -21,13 +21,14 @@ def make_environment(tokenizer, begin, **settings):
 
 
 def converse(environment, prompts, write, tokenizer, *, numbers=None, count=1, ended=True, seed=0):
-    """Return the episodes, whose turns are the texts that `write` returns for a `Turn`."""
+    """Return the episodes, whose turns are the texts, or the tokens, that `write` returns for a `Turn`."""
     with Episodes(environment, prompts, numbers or range(len(prompts)), count, seed) as episodes:
         (source,) = episodes.sources(1)
         while True:
             for turn in source.ready():
-                text = write(turn)
-                tokens = np.array(tokenizer.encode(text, add_special_tokens=False)[: turn.most], np.int32)
+                said = write(turn)
+                ids = tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+                tokens = np.array(ids[: turn.most], np.int32)
                 zeros = np.zeros(len(tokens), np.float32)
                 source.take(turn, Completion(0, turn.answer, tokens, zeros, zeros, None, "stop" if ended else "length"))
             if source.is_over:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from selection import repeats, thorough
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.objectives.advantages import Rewards
@@ -24,7 +25,7 @@ from jaxglue.rl.given import named_functions
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written
-from tests.rl.forced import converse
+from tests.rl.forced import converse, environment_of
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -158,6 +159,107 @@ class Bare:
         return x
 
 
+class Unwell(Counter):
+    """Fails as its row says."""
+
+    turn_reward = None
+
+    def reset(self, fault="", **row):
+        self.count, self.fault = 1, fault
+        if fault == "long":
+            return "x" * (2**20 + 1)
+        if fault == "half":
+            return "\\ud800"
+        if fault == "number":
+            return 7
+        if fault == "memory":
+            bytes(2**36)
+        if fault == "exit":
+            sys.exit(3)
+        if fault == "printing":
+            print("y" * 2**22, file=sys.stderr)
+
+    def leaves(self) -> str:
+        """Leave a program, a folder and a variable."""
+        subprocess.Popen(["sleep", "1001"])
+        os.chdir("/")
+        os.environ["LEFT"] = "x"
+        return str(os.getpid())
+
+    def sees(self) -> str:
+        """Say what others left."""
+        return f"{os.getcwd() == '/'} {os.environ.get('LEFT')}"
+
+    def bomb(self) -> str:
+        """Fork and fork."""
+        for _ in range(6):
+            os.fork()
+        time.sleep(1002)
+
+    def murder(self) -> str:
+        """End the process above."""
+        os.kill(os.getppid(), 9)
+        time.sleep(1000)
+
+    def garble(self) -> str:
+        """Write to all that is open."""
+        for number in range(3, 64):
+            try:
+                os.write(number, b"[1]\\n")
+            except OSError:
+                pass
+        return "said"
+
+    def closing(self) -> str:
+        """Close all that is open."""
+        os.closerange(3, 64)
+        return "closed"
+
+    def stop(self) -> str:
+        """Raise what ends programs."""
+        raise KeyboardInterrupt
+
+    def quits(self) -> str:
+        """Raise what ends programs."""
+        sys.exit(4)
+
+    def unsaid(self) -> str:
+        """Raise an error without a text."""
+        class Error(Exception):
+            def __str__(self):
+                raise ValueError
+        raise Error
+
+    def wordless(self) -> str:
+        """Return what has no text."""
+        class Result:
+            __str__ = None
+        return Result()
+
+    def deep(self) -> str:
+        """Call itself."""
+        return self.deep()
+
+    def odd(self) -> str:
+        """Reward a turn by no number."""
+        self.turn_reward = "much"
+        return "odd"
+
+    def blocks(self) -> str:
+        """Return blocks, and others."""
+        return [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] if self.count else None
+
+    def state(self):
+        return [[]] if self.fault != "state" else object()
+
+    def restore(self, state):
+        pass
+
+    def get_reward(self):
+        values = {"huge": 10**400, "nan": float("nan"), "infinite": -float("inf"), "text": "1", "list": [1]}
+        return values.get(self.fault, True)
+
+
 class Unset:
     def tool(self) -> str:
         """Do."""
@@ -195,19 +297,21 @@ def call(name, **arguments):
 
 @pytest.fixture
 def play(tokenizer):
-    """Hold episodes of an environment, with forced turns of each."""
+    """Hold episodes of an environment, with forced turns of each: of one row, or one of each of several rows."""
 
     def make(name, said, columns=None, *, reward=(), seed=0, journal=None, config=None, asked=True, **settings):
         config = RolloutConfig(
             environment=str(name), reward=reward, **{"reward_timeout": 5.0, "reward_memory": 4.0, **(config or {})}
         )
         with closing(Judge(config)) as judge:
-            columns = {} if columns is None else columns
-            judge.check(columns)
-            tools = judge.tools_of(columns) or None
+            rows = columns if isinstance(columns, list) else [columns or {}]
+            judge.check({name for row in rows for name in row})
             content = [{"role": "user", "content": "count"}]
-            template = ConversationTemplate(tokenizer)
-            prompt = Prompt("rows:1", content, template.prompt(content, tools), columns, tools=tools, asked=asked)
+            template, prompts = ConversationTemplate(tokenizer), []
+            for number, row in enumerate(rows, 1):
+                tools = judge.tools_of(row) or None
+                tokens = template.prompt(content, tools)
+                prompts.append(Prompt(f"rows:{number}", content, tokens, row, tools=tools, asked=asked))
             defaults = {"turns": 6, "longest": 900, "row": 2000, "at_once": None, "fate": "drop", "branches": False}
             environment = Environment(
                 begin=judge.begin,
@@ -217,7 +321,13 @@ def play(tokenizer):
                 journal=journal,
                 **(defaults | settings),
             )
-            return converse_by_answer(environment, prompt, said, tokenizer, seed)[0], judge
+            if len(rows) == 1:
+                return converse_by_answer(environment, prompts[0], said, tokenizer, seed)[0], judge
+
+            def write(turn):
+                return said[turn.index][turn.seed // 1_000_003] + END
+
+            return [group[0] for group in converse(environment, prompts, write, tokenizer)], judge
 
     return make
 
@@ -262,6 +372,35 @@ def test_tokens_stay_as_they_were_sampled_and_those_of_tools_do_not_count(play, 
     between = "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(sample.tokens[~sample.counted]) == between
     assert np.isnan(sample.log_probs[~sample.counted]).all() and sample.ended
+
+
+@thorough("rl/test_episodes.py")
+@pytest.mark.parametrize("history", ["append", "branch"])
+def test_no_token_of_a_long_episode_is_tokenized_again(tokenizer, history):
+    """60,000 tokens over 36 turns, drawn at random, so that their text has other tokens."""
+    rng, special, turns = np.random.default_rng(0), set(tokenizer.all_special_ids), 36
+    ids = [token for token in tokenizer.get_vocab().values() if token not in special]
+    end = tokenizer.convert_tokens_to_ids(END)
+    said = [[*rng.choice(ids, 850).tolist(), end] for _ in range(turns)]
+    assert all(tokenizer.encode(tokenizer.decode(turn[:-1])) != turn[:-1] for turn in said)
+    page = " ".join(f"{word:x}" for word in rng.integers(0, 2**20, 300))
+    settings = {"turns": turns, "longest": 200_000, "row": 300_000, "branches": history == "branch"}
+    environment = environment_of(tokenizer, lambda messages, last: page, **settings)
+    template = environment.template
+    content = [{"role": "user", "content": "read"}]
+    prompt = Prompt("rows:1", content, template.prompt(content, None), {}, asked=True)
+    starts = []
+
+    def write(turn):
+        starts.append(list(turn.prompt))
+        return said[len(starts) - 1]
+
+    ((sample,),) = converse(environment, [prompt], write, tokenizer)
+    np.testing.assert_array_equal(sample.tokens[sample.counted], np.concatenate(said))
+    assert len(starts[-1]) + len(said[-1]) > 60_000 and len(sample.episode.turn_ends) == turns
+    if history == "append":
+        whole = [*prompt.tokens, *sample.tokens.tolist()]
+        assert all(whole[: len(start)] == start for start in starts)
 
 
 def test_branches_are_what_the_template_makes_of_the_messages(play, games, tokenizer):
@@ -330,6 +469,78 @@ def test_an_episode_that_dies_is_named_and_counts_as_chosen(play, games, caplog,
             break
         time.sleep(0.1)
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
+
+
+FAULTS = {
+    "long": "failed: EpisodeError: the text of reset has 1048577 characters",
+    "half": "failed: UnicodeEncodeError",
+    "number": "failed: TypeError: reset: expected a text or None, got 7",
+    "memory": "failed: it reached its limit of memory",
+    "exit": "failed: SystemExit: 3",
+    "huge": "failed: OverflowError",
+    "nan": "failed: a reward must be a finite number or None, got nan",
+    "infinite": "failed: a reward must be a finite number or None, got -inf",
+    "text": "failed: TypeError: expected a number or None, got '1'",
+    "list": "failed: TypeError",
+    "state": "failed: TypeError",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", repeats(FAULTS, "half", "number", "memory", "nan", "infinite", "text", "list", "state")
+)
+def test_a_class_that_fails_harms_no_other_episode(play, games, caplog, tmp_path, fault):
+    said = [[call("add", number=2), "x"]] * 2
+    with EpisodeFile(tmp_path / "episodes", {}) as journal:
+        (dead, other), _ = play(f"{games}:Unwell", said, [{"fault": fault}, {}], journal=journal)
+    assert dead.episode.died.startswith(FAULTS[fault]) and other.episode.rewards == {"Unwell": 1.0}
+    assert f"environment of rows:1, episode 1, {FAULTS[fault]}" in caplog.text
+
+
+CALLS = {
+    "stop": (None, "ended its process with status 0"),
+    "quits": (None, "failed: SystemExit: 4"),
+    "unsaid": (None, "failed: ValueError"),
+    "wordless": ("{'error': \"'NoneType' object is not callable\"}", None),
+    "deep": ("{'error': 'maximum recursion depth exceeded'}", None),
+    "odd": (None, "failed: TypeError: expected a number or None, got 'much'"),
+    "blocks": ("ab", None),
+    "garble": (None, "replied with something else than an object of JSON"),
+    "closing": (None, "ended its process with status 0"),
+    "murder": (None, "ended with its process"),
+    "bomb": (None, "reached its limit of 3 s"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", repeats(CALLS, "stop", "unsaid", "wordless", "deep", "odd", "closing", "blocks", "bomb")
+)
+def test_a_hostile_call_is_told_or_ends_its_episode_alone(play, games, name):
+    result, reason = CALLS[name]
+    said = [[call(name), "x"], [call("add", number=2), call("sees"), "y"]]
+    (first, second), _ = play(f"{games}:Unwell", said, config={"reward_timeout": 3.0})
+    assert results(second) == ["3", "False None"] and second.episode.rewards == {"Unwell": 1.0}
+    if reason is None:
+        assert results(first) == [result] and first.episode.died is None
+    else:
+        assert first.episode.died.startswith(reason)
+    for _ in range(50):
+        if not (left := programs("sleep 1000", "sleep 1001", "sleep 1002")):
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def test_what_an_episode_leaves_ends_with_it(play, games):
+    said = [[call("leaves"), "x"], [call("sees"), call("ids"), "y"]]
+    (first, second), _ = play(f"{games}:Unwell", said, at_once=1)
+    assert results(second)[0] == "False None" and results(second)[1] != results(first)[0]
+    assert not programs("sleep 1001")
+
+
+def programs(*commands):
+    """Return the running programs of these command lines, and forks of environments that sleep."""
+    return [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or ()) in commands]
 
 
 def test_a_run_whose_episodes_all_die_stops(play, games):

@@ -30,6 +30,7 @@ MODULES = {
     "llama_index": "llama_index.llms.openai_like",
     "lm_eval": "lm_eval",
     "aider": "aider",
+    "verifiers": "verifiers",
 }
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chromium-headless-shell")
 
@@ -81,10 +82,10 @@ def address(pages, model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_client_is_answered(address, name):
+def test_a_client_is_answered(address, model, name):
     if (python := python_of(name)) is None:
         pytest.skip(f"no {name} here")
-    command = [python, CLIENTS / f"{name}_client.py", address]
+    command = [python, CLIENTS / f"{name}_client.py", address, model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0 and done.stdout.endswith("answered\n"), done.stdout + done.stderr
 

@@ -1,8 +1,11 @@
 """What surrounds all endpoints: origins, log, metrics; tokens; adapters that are loaded while serving."""
 
+import io
 import re
 import threading
+from contextlib import closing
 from dataclasses import replace
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import ContinuationScorer
+from jaxglue.rl.teachers import ServedTeacher
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.server import make_app
 from jaxglue.serve.service import Service
@@ -175,6 +179,51 @@ def test_a_repeated_prompt_has_log_probabilities(served, client):
     refused = client.post("/v1/completions", json={"prompt": [5, 5000], "max_tokens": 0, "logprobs": 1, "echo": True})
     assert refused.status_code == 400 and "token id 5000" in refused.json()["error"]["message"]
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0}).status_code == 400
+
+
+def test_token_ids_are_answered_by_token_ids_with_log_probabilities(served, client):
+    """Those of a completion; what would change tokens and is not known is refused."""
+    tokenizer = served[0].tokenizer
+    prompt, sampling = tokenizer.encode("Once upon a time"), {"max_tokens": 5, "temperature": 0.0, "stop_token_ids": []}
+    body = {
+        "model": None,
+        "token_ids": prompt,
+        "sampling_params": {**sampling, "logprobs": 1, "skip_special_tokens": False},
+    }
+    reply = client.post("/inference/v1/generate", json=body).json()
+    (choice,) = reply["choices"]
+    completion = complete(client, prompt=prompt, logprobs=0, **sampling)["choices"][0]
+    ids = choice["token_ids"]
+    assert tokenizer.decode(ids).startswith(completion["text"]) and completion["text"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in ids]
+    values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(values, completion["logprobs"]["token_logprobs"], atol=1e-5)
+    assert choice["finish_reason"] == completion["finish_reason"] and reply["usage"]["completion_tokens"] == len(ids)
+    for change, message in (
+        ({"token_ids": []}, "token_ids must be a list of token ids"),
+        ({"token_ids": [10**6]}, "token id 1000000"),
+        ({"sampling_params": {"logits_processors": ["x"]}}, "logits_processors is not supported"),
+    ):
+        refused = client.post("/inference/v1/generate", json={**body, **change})
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
+def test_it_teaches_by_the_log_probabilities_of_texts(served, client, monkeypatch):
+    def opened(request, timeout):
+        headers, path = {"Content-Type": "application/json"}, request.full_url.removeprefix("http://served")
+        reply = client.request(request.get_method(), path, content=request.data, headers=headers)
+        if reply.status_code >= 400:
+            raise HTTPError(request.full_url, reply.status_code, "", {}, io.BytesIO(reply.content))
+        return closing(io.BytesIO(reply.content))
+
+    monkeypatch.setattr("urllib.request.urlopen", opened)
+    name, text = client.get("/v1/models").json()["data"][0]["id"], served[0].tokenizer.encode("Once upon a time")
+    with closing(ServedTeacher("http://served/v1", name, 5.0)) as teacher:
+        teacher.check(text, served[0].tokenizer)
+        found = teacher.begin(text).result()
+    scorer = ContinuationScorer(served[0])
+    sums = [scorer.score([(text[:1], text[1:end])])[0][0] for end in range(2, len(text) + 1)]
+    np.testing.assert_allclose(np.cumsum(found), sums, atol=1e-4)
 
 
 def test_an_adapter_is_loaded_and_unloaded_while_serving(served, client, folders):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from selection import repeats_parts_of
+from selection import repeat, repeats_parts_of
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
 
 import jaxglue
+from jaxglue.api.session import Session
 from jaxglue.tinker.wire import _fields
 from tests.tinker_server.test_wire import loss_request
 
@@ -255,6 +256,50 @@ def test_bad_losses_fail_with_a_reason(client, model):
         found = client.call("forward_backward", loss_request(model, [([5, 6], given)], loss))
         assert message in found["error"]
     assert "no model" in client.call("optim_step", {"model_id": "other", "adam_params": {}})["error"]
+
+
+@pytest.mark.parametrize("unembed", [False, repeat(True)])
+def test_requests_that_wait_are_answered_together(client, server, monkeypatch, unembed):
+    """By several models' adapters, of several ranks, with a bad request among them; each as alone."""
+    saved, models = [], []
+    for rank in (2, 4):
+        lora = {"rank": rank, "train_unembed": unembed}
+        models.append(
+            client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": lora})["model_id"]
+        )
+        documents = [([5, 6, 7, 8], {"target_tokens": [6, 7, 8, 9], "weights": [rank] * 4})]
+        for name in "ab"[: rank // 2]:
+            client.call("forward_backward", loss_request(models[-1], documents, "cross_entropy"))
+            client.call("optim_step", {"model_id": models[-1], "adam_params": {"learning_rate": 0.05}})
+            saved.append(client.call("save_weights_for_sampler", {"model_id": models[-1], "path": name})["path"])
+    bodies = [
+        {"prompt": {"chunks": [{"tokens": tokens}]}, "num_samples": 2, "sampling_params": {"max_tokens": n, "seed": n}}
+        | {"sampling_session_id": saved[which]}
+        for tokens, n, which in (([5, 6, 7], 4, 0), ([8, 9], 3, 1), ([10**6], 2, 1), ([5, 6, 7], 5, 2), ([8], 3, 0))
+    ]
+    alone = [client.call("asample", body) for body in bodies]
+    sizes, sample_tokens = [], Session.sample_tokens
+
+    def counting(session, requests, *rest):
+        sizes.append([None if request.ranks is None else int(request.ranks.sum()) for request in requests])
+        return sample_tokens(session, requests, *rest)
+
+    monkeypatch.setattr(Session, "sample_tokens", counting)
+    held = threading.Event()
+    server._worker.submit(held.wait)
+    names = [client.post("asample", body).json()["request_id"] for body in bodies]
+    held.set()
+    replies = [client.post("retrieve_future", {"request_id": name}) for name in names]
+    assert sizes == [[2, 2, 4, 4]] and "vocabulary" in replies[2].json()["error"] and "vocabulary" in alone[2]["error"]
+    together = [read_answers(reply.content) for number, reply in enumerate(replies) if number != 2]
+    expected = [read_answers(reply) for number, reply in enumerate(alone) if number != 2]
+    for answers, others in zip(together, expected, strict=True):
+        for (tokens, log_probs), (same, near) in zip(answers, others, strict=True):
+            np.testing.assert_array_equal(tokens, same)
+            np.testing.assert_allclose(log_probs, near, atol=2e-5)
+    assert not np.allclose(together[0][0][1][:3], together[2][0][1][:3], atol=1e-3)  # other weights
+    for model in models:
+        client.call("unload_model", {"model_id": model})
 
 
 def test_requests_need_the_key(server):

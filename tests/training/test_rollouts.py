@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -18,10 +19,11 @@ from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.adapter import TENSORS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.planner import plan
-from jaxglue.rl import loop
+from jaxglue.rl import loop, teachers
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
+from jaxglue.rl.teachers import ServedTeacher
 from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.fingerprint import check_fingerprint, fingerprint
@@ -290,6 +292,12 @@ def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distilla
     ("changes", "text"),
     [
         ({"teacher": None}, "needs --teacher"),
+        (
+            {"objective": "distill_tokens", "teacher_server": ("http://x/v1",)},
+            "--teacher is not for --objective distill_tokens: it learns from servers",
+        ),
+        ({"objective": "distill_tokens", "teacher": None}, "needs --teacher-server: it asks a server"),
+        ({"teacher_server": ("http://x/v1",)}, "--teacher-server is not for --objective distill: it needs whole"),
         ({"modules_to_save": ("lm_head",)}, "--modules-to-save is not for --teacher base: base is the model without"),
         ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
@@ -332,6 +340,33 @@ def test_rows_that_settings_cannot_use_are_refused_before_weights_load(
     (tmp_path / "game.py").write_text(GAME)
     with pytest.raises(ValueError, match=text):
         resolve(make_run(data=(write_jsonl(rows, "data.jsonl"),), **changes))
+
+
+def test_servers_teach_rows_that_name_them(make_distillation, write_jsonl, monkeypatch):
+    """One prefers tokens of even ids, the other of odd ones; the model comes nearer to each on its rows."""
+
+    class Server(ServedTeacher):
+        def __init__(self, url, model, seconds):
+            self.model = model
+
+        def check(self, tokens, tokenizer):
+            pass
+
+        def begin(self, tokens):
+            scores = Future()
+            scores.set_result(np.where((np.array(tokens[1:]) + (self.model == "odd")) % 2, -9.0, -4.0))
+            return scores
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(teachers, "ServedTeacher", Server)
+    rows = [{"messages": [{"role": "user", "content": f"{name}?"}], "teacher": name} for name in ("odd", "even")]
+    servers = tuple(f"{name}=http://127.0.0.1:1/v1?model={name}" for name in ("odd", "even"))
+    settings = {"objective": "distill_tokens", "teacher": None, "teacher_system": None, "teacher_server": servers}
+    config = make_distillation(data=(write_jsonl(rows, "two.jsonl"),), **settings, steps=12, learning_rate=3e-2)
+    found = [line["teacher_kl"] for line in read_metrics(train(config).metrics)]
+    assert np.mean(found[-3:]) < np.mean(found[:3]) - 0.3
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(make_distillation, tmp_path, make_tokenizer):

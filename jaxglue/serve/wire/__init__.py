@@ -42,7 +42,7 @@ class Form:
     """What a model must be for: text, or an answer in one pass (`jaxglue.hf.reading.KINDS`)."""
 
 
-_TEXT = ("chat", "completions", "responses", "messages", "tokens", "adapters")
+_TEXT = ("chat", "completions", "responses", "messages", "tokens", "generate", "adapters")
 _NAMES = (*_TEXT, "decisions", "embeddings", "rerank", "models", "health", "metrics")
 EVERY = frozenset({"text", *KINDS})
 """What models may be for."""
