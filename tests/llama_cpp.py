@@ -1,7 +1,8 @@
 """Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
-A request is JSON: `model`, optionally `lora`, and lists `prompts` (tokens), `chats` (messages) and `texts`; the answer
-holds the tokens that follow each prompt, each chat as rendered with its tokens and answer, and each text's tokens.
+A request is JSON: `model`, optionally `lora` and a number of `drafts` by the file's own head, and lists `prompts`
+(tokens), `chats` (messages) and `texts`; the answer holds the tokens that follow each prompt, each chat as rendered
+with its tokens and answer, and each text's tokens.
 """
 
 import json
@@ -37,6 +38,9 @@ def _answer(request: dict) -> dict:
     params.verbosity = 2
     if "lora" in request:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["lora"], 1.0)]
+    if count := request.get("drafts"):
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.draft.n_max = count
     server = xllamacpp.Server(params)
     address = server.listening_address
 

@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import KVCache, Matmul, Quantize, Storage, choose_storage
 from jaxglue.parts import PartsConfig
-from jaxglue.settings.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import (
+    Alias,
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Synonyms,
+)
+
+Drafts = Literal["auto", "off", "1", "2", "3", "4", "5"]
+"""Tokens that a draft head proposes for a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +111,9 @@ class AssistantConfig(PartsConfig):
         return {}
 
     @property
-    def drafted(self) -> int:
-        """Return the tokens that the model's draft head proposes for a step."""
-        return 0
+    def drafted(self) -> Drafts:
+        """Return how many tokens the model's draft head proposes for a step."""
+        return "off"
 
     @property
     def spare_ranks(self) -> int:
@@ -136,3 +148,17 @@ class AssistantConfig(PartsConfig):
 
             return find_base(self.adapter, weights=loads)
         return model_path(self.model, self.revision, weights=loads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringConfig(AssistantConfig):
+    """A model with an optional adapter that writes answers."""
+
+    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "auto"
+    """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
+    without. auto: as many as save time, by the answers at a time and how many drafts they accept."""
+
+    @property
+    def drafted(self) -> Drafts:
+        """See `AssistantConfig`."""
+        return self.drafts

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from jaxglue.generation.config import Drafts
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, Excludes, Range
+from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synonyms
 
 
 def file_of_function(text: str) -> str | None:
@@ -62,6 +63,9 @@ class RolloutConfig(Config):
     """The most episodes under way at once; by default all of a generation."""
     max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """The most answers that are written at once; by default as many as memory holds."""
+    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "off"
+    """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
+    as many as save time, by the answers under way and how many drafts they accept."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

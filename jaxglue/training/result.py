@@ -11,16 +11,18 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.draft import DRAFT_FILE, write_draft
+from jaxglue.hf.draft import DRAFT_FILE, frequent_tokens, write_draft, write_draft_tokens
 from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
+    TRAINED_FILE,
     ExportCheck,
     ExportRows,
     Part,
@@ -32,6 +34,7 @@ from jaxglue.hf.export_check import (
     predict,
     random_rows,
     rounding_limit,
+    trained_rows,
 )
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
@@ -94,9 +97,11 @@ def write_result(
 
     def export(name: str, state: TrainState) -> Path:
         path, head = output.path / name, draft(state) if draft else None
-        with output.writing(name, ROWS_FILE):
+        with output.writing(name, ROWS_FILE, TRAINED_FILE):
             all_weights = {**state.trainable, **_random_tower(run, state)}
             export_result(run, all_weights, path, base, write=processes.is_main, draft=head)
+            if head and processes.is_main and (tokens := likely_tokens(run)):
+                write_draft_tokens(path, tokens)
             if run.objective.reads:
                 describe_reads(run, parts, state.trainable, state.frozen, path, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
@@ -197,6 +202,9 @@ def check_export(
     check.require(result)
     check.save(result)
     loss_rows.save(result.parent / ROWS_FILE)
+    store = run.data.train.store
+    if store.images is None and (kept := trained_rows(store.tokens, store.offsets)):
+        kept.save(result.parent / TRAINED_FILE)
     return check
 
 
@@ -307,6 +315,14 @@ class Exportable(Protocol):
     @property
     def stops(self) -> frozenset[int]:
         """Return the tokens at which the trained model's answers end."""
+
+
+def likely_tokens(run: Run) -> list[int] | None:
+    """Return the tokens that drafts of a run's model are chosen among, by its targets; None for all, as of streams."""
+    if not isinstance(run.data.train, TokenDataset):
+        return None
+    store = run.data.train.store
+    return frequent_tokens(np.bincount(store.tokens[store.mask > 0], minlength=run.model.vocab_size))
 
 
 def export_result(

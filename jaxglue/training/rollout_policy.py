@@ -1,6 +1,8 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.draft_rule import DraftCounts
+from jaxglue.generation.drafts import load_head
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.turns import TurnSource
 from jaxglue.hf.hub import model_path
@@ -79,9 +83,16 @@ class TrainedPolicy:
         self.state = state
         """The present weights; who advances them sets it."""
         self._parts, self._tokenizer = parts, run.tokenizer
-        self._engine = Engine(
-            parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, as_written=True
-        )
+        trees, self._head = (state.trainable, state.frozen), None
+        if run.mesh.devices == 1:  # otherwise a number of drafts is refused, and auto means none
+            self._head = load_head(
+                plan.config.drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype
+            )
+        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True}
+        options["drafting"] = self._head and self._head.drafting
+        self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
+        self._drafts = DraftCounts()
+        """Drafts when their acceptance was last asked for."""
         sampling = SamplingConfig(
             max_tokens=plan.config.max_completion_length,
             temperature=run.objective.temperature,
@@ -105,13 +116,26 @@ class TrainedPolicy:
     def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        groups = self._sample(self.state.trainable, self.state.frozen, prompts, indices, count)
+        groups = self._sample(*self._trees, prompts, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        self._sample.converse(self.state.trainable, self.state.frozen, sources, count)
+        self._sample.converse(*self._trees, sources, count)
+
+    def draft_acceptance(self) -> float | None:
+        """Return the share of drafts that were accepted since the last call; None where there were none."""
+        before, counts = self._drafts, self._engine.drafts
+        self._drafts = replace(counts)
+        made = counts.made - before.made
+        return (counts.accepted - before.accepted) / made if made else None
+
+    @property
+    def _trees(self) -> tuple[Params, Params]:
+        """Return the present weights, with the draft head."""
+        trees = self.state.trainable, self.state.frozen
+        return trees if self._head is None else self._head.beside(trees)
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
-from selection import repeat, repeats
+from selection import repeat, repeats, thorough
 from split_texts import MARKS, PIECES, split_texts
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,17 +19,23 @@ from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.drafts import Drafting
 from jaxglue.generation.engine import Engine
-from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
+from jaxglue.hf.draft import load_draft
 from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.export_check import TRAINED_FILE, trained_rows
+from jaxglue.hf.gguf.drafts import find_gguf_draft
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from tests.draft_folders import add_draft
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install '.[test]'")
@@ -267,6 +273,36 @@ def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_token
         tokens = found["tokens"]
         assert [token for token in tokens if token not in stops] == expected
         assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", repeat("qwen3_5_moe")])
+def test_llama_cpp_drafts_by_our_head(family, make_folder, make_tokenizer, tmp_path):
+    folder, tokenizer = make_folder(family), make_tokenizer("plain")
+    add_draft(folder)
+    stored = load_file(folder / "model.safetensors")
+    # Layers that add little let each token follow from the last one, which a head that passes its embedding on knows.
+    last = "o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"
+    quiet = {name: tensor * np.float16(0.001) for name, tensor in stored.items() if name.endswith(last)}
+    passes = np.eye(*stored["mtp.fc.weight"].shape).astype(np.float16)
+    save_file(stored | quiet | {"mtp.fc.weight": passes}, folder / "model.safetensors")
+    config, tensors = config_from_hf(json.loads((folder / "config.json").read_text())), MergedTensors(folder)
+    draft = find_gguf_draft(tensors, config, folder, None)
+    file = export_gguf(tensors, config, tokenizer, {2}, "f16", tmp_path / "out", draft=draft)
+    names = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    assert {"blk.4.nextn.eh_proj.weight", "blk.4.attn_q.weight", "blk.4.nextn.shared_head_norm.weight"} <= names
+    expected = generate(folder, PROMPTS, {2}, tokens=24)
+    answered = ask(model=file, prompts=PROMPTS, drafts=2, tokens=24)["prompts"]
+    assert [[token for token in each["tokens"] if token != 2] for each in answered] == expected
+    made, accepted = (sum(each["timings"][name] for each in answered) for name in ("draft_n", "draft_n_accepted"))
+    head = load_draft(folder, config, dtype=jnp.float32)
+    graphdef, state = nnx.split(head)
+    graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.LoRAParam)
+    engine = Engine(graphdefs, config, dtype=jnp.float32, drafting=Drafting(graphdef, 2))
+    trees = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
+    sampling = SamplingConfig(temperature=0, max_tokens=24)
+    ours = [list(engine.stream(*trees, prompt, sampling, {2})) for prompt in PROMPTS]
+    assert ours == expected
+    assert accepted > 0.2 * made > 0 and engine.drafts.accepted > 0.2 * engine.drafts.made
 
 
 @pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
@@ -511,6 +547,24 @@ def test_command_measures_importance_on_data(make_folder, write_jsonl, chat_rows
     assert changed == matrices
 
 
+def test_rows_that_a_run_kept_weigh_errors_unless_told_not_to(make_folder, make_adapter, tmp_path):
+    adapter, rng = make_adapter(make_folder("qwen3"), ("q_proj",)), np.random.default_rng(0)
+    offsets = np.cumsum([0, *rng.integers(1, 900, 20)])
+    kept = trained_rows(rng.integers(0, 420, offsets[-1], dtype=np.int32), offsets)
+    assert kept.tokens.shape[1] == 512
+    assert int((kept.segments.segment_ids > 0).sum()) == np.minimum(np.diff(offsets), 512).sum(), "all documents"
+    kept.save(adapter.parent / TRAINED_FILE)
+    flags = ["export", "--gguf", "q4_k_m", "--adapter", str(adapter), "--output"]
+    main([*flags, str(tmp_path / "weighed")])
+    main([*flags, str(tmp_path / "plain"), "--imatrix", "none"])
+    weighed, plain = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name / f"{name}-q4_k_m.gguf").tensors}
+        for name in ("weighed", "plain")
+    )
+    changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
+    assert changed == {name for name in plain if name.startswith("blk.") and "norm" not in name}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -524,3 +578,37 @@ def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", "--base", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
     assert message in capsys.readouterr().err
+
+
+@thorough("hf/test_serve_as.py")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family, make_folder, make_adapter, tmp_path):
+    folder = make_folder(family)
+    targets = ("q_proj", "v_proj", "down_proj", *(("gate_up_proj",) if family == "qwen3_moe" else ()))
+    adapter = make_adapter(folder, targets)
+    config, trained = LoraConfig(rank=4, alpha=16.0, targets=targets), load_adapter(adapter)
+    recorded = {**identify(folder), "quantize": "served_q4_k_m"}
+    save_adapter(adapter, trained.tensors, config, str(folder), recorded)
+    main(["export", "--gguf", "q4_k_m", "--adapter", str(adapter), "--output", str(tmp_path / "tuned")])
+    file = tmp_path / "tuned/tuned-q4_k_m.gguf"
+    merged = MergedTensors(folder, adapter)
+    tensors = {name: merged.read(name).astype(np.float32) for name in merged.specs}
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, of in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
+        tensors[name] = gguf.dequantize(written[of].data, written[of].tensor_type)
+    save_tensors(tmp_path / "read", tensors)
+    shutil.copy(folder / "config.json", tmp_path / "read")
+    tokenizer, (weights, count) = load_tokenizer(folder), (np.zeros(SIZES["vocab_size"], np.float32), 33)
+    hidden = [index for index in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([index])]
+    weights[[*ENDS, *hidden, *range(len(tokenizer), len(weights))]] = -100  # the server tells no probabilities of these
+    row = np.random.default_rng(0).choice(np.flatnonzero(weights == 0), count).tolist()
+    prompts = [row[:end] for end in range(1, len(row))]
+    bias = [[int(index), -100] for index in np.flatnonzero(weights)]
+    answer = ask(model=file, prompts=prompts, tokens=1, probs=len(weights), bias=bias)
+    theirs = []
+    for found, target in zip(answer["prompts"], row[1:], strict=True):
+        by_token = {top["id"]: top["logprob"] for top in found["completion_probabilities"][0]["top_logprobs"]}
+        theirs.append(by_token[target])
+    logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1] + weights
+    ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0]
+    assert np.mean(theirs) == pytest.approx(float(ours.mean()), rel=1e-3)

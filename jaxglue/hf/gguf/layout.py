@@ -21,6 +21,7 @@ from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_NEXTN = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>nextn\..+)")
 _EXPERT = re.compile(
     r"(?P<experts>.+\.(mlp|feed_forward|mixer)\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight"
 )
@@ -163,6 +164,8 @@ class _Layout:
 
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""
+        if match := _NEXTN.fullmatch(name):
+            return f"blk.{match['layer']}.{match['part']}"
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
         for ours, theirs in _OWN_NAMES.items():
             module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
@@ -212,8 +215,9 @@ class _Layout:
     def _from_experts(self, name: str, parts: list[str]) -> GgufTensor:
         """Return the stack of experts that the checkpoint holds one by one."""
         parts = sorted(parts, key=lambda part: int(_expert(part)))
-        shape = (len(parts), *self._specs[parts[0]].shape)
-        return self._make(name, shape, tuple(parts), lambda: (partial(self._tensors.read, part) for part in parts))
+        shape, packed = (len(parts), *self._specs[parts[0]].shape), self._tensors.packed_type(parts[0])
+        read = self._tensors.read_packed if packed else self._tensors.read
+        return self._make(name, shape, tuple(parts), lambda: (partial(read, part) for part in parts), packed=packed)
 
     def _from_stack(self, name: str, match: re.Match[str]) -> Iterator[GgufTensor]:
         """Yield the halves of a stack of all experts: interleaved in GPT-OSS, one after the other in Qwen3-MoE."""
