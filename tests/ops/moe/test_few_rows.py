@@ -78,7 +78,7 @@ def kernels(interpreted):
         repeat((5, 8, 2, 48, 40), {}),
         ((52, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of 32, 48, 64
         ((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
-        repeat((90, 2, 1, 64, 32), {"stored": "nf4"}),  # two tiles of 64 rows for an expert
+        repeat((90, 2, 1, 64, 64), {"stored": "nf4"}),  # two tiles of 64 rows for an expert
         ((9, 4, 2, 128, 64), {"stored": "nf4"}),
         ((9, 4, 2, 96, 64), {"stored": "fp8"}),
         repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}),
