@@ -14,6 +14,10 @@ def file_of_function(text: str) -> str | None:
     return text.partition("?")[0].rpartition(":")[0] or None
 
 
+def _is_on(choice: str) -> bool:
+    return choice == "on"
+
+
 def _is_base(teacher: str | None) -> bool:
     return teacher == "base"
 
@@ -66,6 +70,18 @@ class RolloutConfig(Config):
     drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "off"
     """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
     as many as save time, by the answers under way and how many drafts they accept."""
+    exact_sampling: Annotated[
+        Literal["auto", "on", "off"],
+        Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),
+        Excludes("lmbda", "answers of the rows were not sampled", when=_is_on),
+        Excludes("temperature", "kernels of the loss are for 1", lambda temperature: temperature != 1, when=_is_on),
+        Excludes("dropout", "sampling drops no inputs", when=_is_on),
+        Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none", when=_is_on),
+        Excludes("drafts", "drafts are verified several at a time", lambda drafts: drafts != "off", when=_is_on),
+        Excludes("attention", "it has an attention of its own", when=_is_on),
+    ] = "auto"
+    """Sample with the very bits of training, whatever is decoded together: log-probabilities of sampling are then those
+    of the loss, and ratios of the first update are 1. auto is off until rates of GPUs are known."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

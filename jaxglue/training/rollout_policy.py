@@ -88,7 +88,7 @@ class TrainedPolicy:
             self._head = load_head(
                 plan.config.drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype
             )
-        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True}
+        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
         options["drafting"] = self._head and self._head.drafting
         self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
         self._drafts = DraftCounts()
