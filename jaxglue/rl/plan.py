@@ -95,6 +95,7 @@ class RolloutPlan:
             slots=self.most_rows,
             shared=self.shared,
             copies=self.copies,
+            reader=self.dataset.reader,
         )
 
     @property
