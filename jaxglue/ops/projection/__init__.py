@@ -152,20 +152,22 @@ def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, 
     """
     assert not isinstance(x, FP8Rows)
     x, *copies = fan_out(x, 1 + len(projections))
+    adapters = {index: p.adapter for index, p in enumerate(projections) if p.is_served and p.adapter is not None}
+    gains = {index: _gain(projections[index], adapter, x.dtype) for index, adapter in adapters.items()}
     products = [
-        multiply_merged(copy, p.weight, p.adapter)
-        if p.is_served and p.adapter is not None
+        multiply_merged(copy, p.weight, adapters[index], jax.lax.stop_gradient(gains[index]))
+        if index in adapters
         else multiply(copy, [p], conditions)[0]
-        for p, copy in zip(projections, copies, strict=True)
+        for index, (p, copy) in enumerate(zip(projections, copies, strict=True))
     ]
-    served = [index for index, p in enumerate(projections) if p.is_served and p.adapter is not None]
-    adapters = [projections[index].adapter for index in served]
-    low_rank = _shrink(jax.lax.stop_gradient(x), [adapter for adapter in adapters if adapter is not None], conditions)
+    low_rank = _shrink(jax.lax.stop_gradient(x), list(adapters.values()), conditions)
     if low_rank is not None:
-        ups = [adapter.up for adapter in adapters if adapter is not None]
-        through = lora_straight_through([products[index] for index in served], low_rank, ups)
-        for index, product in zip(served, through, strict=True):
-            products[index] = product
+        ups = [_scaled_rows(adapter.up, jax.lax.stop_gradient(gains[index])) for index, adapter in adapters.items()]
+        through = lora_straight_through([products[index] for index in adapters], low_rank, ups)
+        for (index, gain), product in zip(gains.items(), through, strict=True):
+            # One in value, and the magnitude's gradient is that of a factor of the product's columns.
+            one = None if gain is None else (gain / jax.lax.stop_gradient(gain)).astype(x.dtype)
+            products[index] = product if one is None else product * one
     products = _add_biases(projections, products)
     return products if stream is None else [stream + reduce_from(products[0])]
 
@@ -239,14 +241,24 @@ def _add_adapters(projections: Sequence[Projection], products: list[Array], low_
     adapters = {index: p.adapter for index, p in enumerate(projections) if p.adapter is not None}
     if low_rank is not None:
         ups = [adapter.up for adapter in adapters.values()]
-        for (index, adapter), up, expanded in zip(adapters.items(), ups, lora_expand(low_rank, ups), strict=True):
+        for (index, adapter), expanded in zip(adapters.items(), lora_expand(low_rank, ups), strict=True):
             total = products[index] + expanded
-            if adapter.magnitude is not None:
-                weight, magnitude = projections[index].weight, adapter.magnitude
-                gain = magnitude_gain(weight, adapter.A, up, magnitude, dtype=total.dtype)
+            if (gain := _gain(projections[index], adapter, total.dtype)) is not None:
                 total = (total * gain).astype(total.dtype)
             products[index] = total
     return _add_biases(projections, products)
+
+
+def _gain(projection: Projection, adapter: LowRankAdapter, dtype) -> Array | None:
+    """Return the factor of each row of a weight with its adapter; None without a magnitude."""
+    if adapter.magnitude is None:
+        return None
+    exact = jnp.float32 if projection.is_served else dtype  # an export finds the same levels
+    return magnitude_gain(projection.weight, adapter.A, adapter.up, adapter.magnitude, dtype=exact)
+
+
+def _scaled_rows(matrix: Float[Array, "out R"], gain: Float[Array, " out"] | None) -> Float[Array, "out R"]:
+    return matrix if gain is None else gain[:, None] * matrix
 
 
 def _add_biases(projections: Sequence[Projection], outputs: list[Array]) -> list[Array]:
