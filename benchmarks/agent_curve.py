@@ -52,7 +52,7 @@ def write_model(folder: Path) -> None:
     fast.save_pretrained(folder)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": len(words)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    other = {"max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.1}
+    other = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.1}
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(kind | shape | heads | other | {"tie_word_embeddings": False}))
 
@@ -152,8 +152,8 @@ def main() -> None:
             results.append({"run": name, **{key: round(float(value), 3) for key, value in means.items()}})
             results[-1] |= {"seconds": round(time.perf_counter() - begun), "by step": [round(v, 4) for v in values]}
             print({key: value for key, value in results[-1].items() if key != "by step"}, flush=True)
-    if args.json:
-        write_results(args.json, results)
+            if args.json:
+                write_results(args.json, results)
 
 
 if __name__ == "__main__":

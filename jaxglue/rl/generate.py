@@ -16,7 +16,7 @@ from jaxglue.rl.conversation import ConversationTemplate
 from jaxglue.rl.episodes import Environment, EpisodeJournal, Episodes
 from jaxglue.rl.pack import Group, groups_of, of_samples, unpack
 from jaxglue.rl.plan import RolloutPlan
-from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.prompts import Prompt, PromptDataset, PromptImage
 from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
@@ -31,8 +31,14 @@ _MOST_ROUNDS = 10
 class Policy(Protocol):
     """The model in training."""
 
-    def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
-        """Return answers by the present weights, with their texts."""
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        count: int,
+        images: Sequence[Sequence[PromptImage]],
+    ) -> list[list[Sample]]:
+        """Return answers by the present weights, with their texts, to prompts with these images."""
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
@@ -106,7 +112,7 @@ def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs:
     rows, numbers = plan.rows(position), list(range(position, position + plan.prompts))
     prompts = [plan.dataset.prompts[row] for row in rows]
     if np.random.default_rng([plan.seed, position]).random() < plan.config.lmbda:
-        samples = sample(plan, writer, prompts, numbers)
+        samples = sample(plan, writer, plan.dataset, prompts, numbers)
     else:
         samples = [[_row_answer(prompt, writer.tokenizer)] for prompt in prompts]
     passes = _begin_passes(plan, writer.policy, prompts, samples) if with_log_probs else None
@@ -127,17 +133,27 @@ def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
     assert plan.held_out is not None
     prompts = list(plan.held_out.prompts)
     rows, numbers = list(range(len(prompts))), list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
-    samples = sample(plan, writer, prompts, numbers)
+    samples = sample(plan, writer, plan.held_out, prompts, numbers)
     rewards = judge(plan, prompts, samples)
     return Generation(
         rows=rows, numbers=numbers, following=0, prompts=prompts, samples=samples, rewards=rewards, sampled=len(prompts)
     )
 
 
-def sample(plan: RolloutPlan, writer: Writer, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[list[Sample]]:
-    """Return the model's answers to prompts with these numbers in the run, continued by the environment."""
+def sample(
+    plan: RolloutPlan, writer: Writer, dataset: PromptDataset, prompts: Sequence[Prompt], numbers: Sequence[int]
+) -> list[list[Sample]]:
+    """Return the model's answers to prompts of a data set, continued by the environment.
+
+    Numbers are the prompts' in the run. The log-probabilities of exact sampling are those of training under the same
+    weights.
+    """
     if writer.environment is None:
-        return writer.policy.sample([prompt.tokens for prompt in prompts], numbers, plan.answers)
+        tokens, images = [prompt.tokens for prompt in prompts], [dataset.images_of(prompt) for prompt in prompts]
+        groups = writer.policy.sample(tokens, numbers, plan.answers, images)
+        if plan.tile is None or not plan.objective.needs_old(plan.window):
+            return groups
+        return [[answer._replace(old=answer.log_probs) for answer in group] for group in groups]
     with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed) as episodes:
         writer.policy.converse(episodes.sources, plan.answers)
         return episodes.samples()
@@ -151,6 +167,26 @@ def judge(
     dead = np.array([[s.episode is not None and s.episode.died is not None for s in group] for group in samples])
     rewards[dead] = 0.0 if plan.config.dead_episodes == "zero" else np.nan
     return rewards
+
+
+def check_exact(plan: RolloutPlan, policy: Policy, generation: Generation) -> None:
+    """Compare log-probabilities of sampling with training's, on a micro-batch of answers under the same weights.
+
+    Raises:
+        ValueError: some differ, so that sampling is not exact on this device.
+    """
+    prompts, samples = generation.prompts, generation.samples
+    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
+    batch = plan.pack(groups)[0].batch
+    assert batch.rollouts is not None
+    counted = np.asarray(batch.loss_weights) > 0
+    trained, sampled = (np.asarray(values)[counted] for values in (policy.log_probs(batch), batch.rollouts.sampler))
+    if unequal := int((trained != sampled).sum()):
+        raise ValueError(
+            f"--exact-sampling on does not hold here: of {len(trained):,} tokens {unequal:,} have other "
+            f"log-probabilities in training, by up to {np.abs(trained - sampled).max():.2g} nats, so that some sum has "
+            "another order on this device: leave it out"
+        )
 
 
 def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -176,7 +212,8 @@ def _begin_passes(
     plan: RolloutPlan, policy: Policy, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
 ) -> _LogProbPasses | None:
     """Begin to compute the log-probabilities that something reads: later steps, the reference's divergence, rewards."""
-    needs_old, needs_reference = plan.objective.needs_old(plan.window), plan.objective.uses_reference
+    needs_old = plan.objective.needs_old(plan.window) and plan.tile is None
+    needs_reference = plan.objective.uses_reference
     if not (needs_old or needs_reference or plan.teachers is not None):
         return None
     groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.iterator import Step, check_run
+from jaxglue.data.iterator import See, Step, check_run, seen
 from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.rl.advantages import (
     Advantages,
@@ -25,11 +25,12 @@ from jaxglue.rl.advantages import (
     rewards_of,
     turn_credits,
 )
-from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer
+from jaxglue.rl.generate import Policy, Writer, answer_held_out, check_exact, generate, make_writer
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation, RolloutFolder
+from jaxglue.vision.rows import RowImages
 
 _log = logging.getLogger(__name__)
 
@@ -60,15 +61,21 @@ class RolloutSteps(Iterator[Step]):
         """Optimizer steps in which as many prompts are answered as there are."""
         self.max_segments = plan.most_rows
         """Segment slots of every batch."""
+        self.see: See = RowImages.with_patches
+        """See `BatchIterator.see`."""
         self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests)
         self._writer: Writer | None = None
         self._window: deque[Step] = deque()
         self._following = 0
         self._warned: set[str] = set()
+        self._is_exact = plan.tile is None
+        """Whether exact sampling has been compared with training, if it is asked for."""
 
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._writer = make_writer(self.plan, policy, tokenizer)
+        if self.plan.config.exact_sampling == "auto":
+            _log.info("exact sampling: off, since no GPU's price of it is known yet; --exact-sampling on takes it")
         self.plan.judge.load_models(tokenizer)
 
     def release(self) -> None:
@@ -81,7 +88,7 @@ class RolloutSteps(Iterator[Step]):
         step, taken = self._window.popleft(), self.state.taken + 1
         last = LoopState(self._following, self.state.step + taken)
         self.state = self.state._replace(taken=taken) if self._window else last
-        return step
+        return seen(step, self.see)
 
     def _fill(self, generation: Generation | None) -> None:
         """Make the steps on the next answers, or on those that were kept for them."""
@@ -90,6 +97,9 @@ class RolloutSteps(Iterator[Step]):
         if generation is None:
             with self._folder.journal(step) as journal:
                 generation = generate(plan, self._writer, self.state.position, journal)
+            if not self._is_exact:
+                check_exact(plan, self._writer.policy, generation)
+                self._is_exact = True
             self._folder.save(step, generation)
         advantages = compare(plan.objective, rewards_of(plan, generation))
         self._folder.record(step + 1, generation, plan.judge.names, advantages.values)
@@ -169,10 +179,10 @@ def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advant
 
 def _with_teacher(plan: RolloutPlan, policy: Policy, groups: Sequence[Group], prompts: Sequence[Prompt]) -> list[Group]:
     """Return groups with the teacher's hidden states of their answers, after its own prompts where it has some."""
-    asked = [Group(p.teacher or group.prompt, group.answers) for p, group in zip(prompts, groups, strict=True)]
+    asked = [group._replace(prompt=p.teacher or group.prompt) for p, group in zip(prompts, groups, strict=True)]
     packed = plan.pack(asked)
     hidden = iter(unpack(packed, [policy.teacher_hidden(batch) for batch, _ in packed]))
-    return [Group(g.prompt, [replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]
+    return [g._replace(answers=[replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]
 
 
 def _make_step(plan: RolloutPlan, policy: Policy, groups: Sequence[Group]) -> Step:

@@ -1,6 +1,6 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any, NamedTuple
@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.data.images import DocumentPart, ImageReader
 from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
-from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.ops.segments import BatchKind, aligned, copy_beginnings, pack_forks, pack_segments, segment_bucket
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Row, Sample
 
@@ -54,6 +55,8 @@ class Group(NamedTuple):
 
     prompt: Sequence[int]
     answers: Sequence[TrainedAnswer]
+    document: int = 0
+    """Place of the prompt in its data set, which has its images."""
 
     @property
     def length(self) -> int:
@@ -91,7 +94,7 @@ def groups_of(
                 answers.append(
                     _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
                 )
-        groups.append(Group(shared, answers))
+        groups.append(Group(shared, answers, prompt.document))
     return groups
 
 
@@ -151,7 +154,15 @@ def of_samples(
 
 
 def pack_groups(
-    groups: Sequence[Group], *, seq_len: int, batch_size: int, slots: int, shared: bool = True, copies: bool = False
+    groups: Sequence[Group],
+    *,
+    seq_len: int,
+    batch_size: int,
+    slots: int,
+    shared: bool = True,
+    copies: bool = False,
+    reader: ImageReader | None = None,
+    tile: int = 1,
 ) -> list[Packed]:
     """Pack groups into micro-batches of one shape; a group longer than a row repeats its prompt in further ones.
 
@@ -162,13 +173,15 @@ def pack_groups(
         slots: the most answers of all groups; batches with equal slots share programs.
         shared: a row holds a prompt once; else each answer has a copy.
         copies: rows with shared prompts say where operations that follow one continuation find copies.
+        reader: of the prompts' images; None of data without any.
+        tile: tokens at whose multiples shared prompts and answers begin.
 
     Raises:
         ValueError: a prompt and one of its answers are longer than a row.
     """
-    rows = _rows(groups, seq_len, shared)
+    rows = _rows(groups, seq_len, shared, tile)
     rows += [[] for _ in range(-len(rows) % batch_size)]
-    packed = [_pack(part, seq_len, segment_bucket(slots), shared) for part in batched(rows, batch_size)]
+    packed = [_pack(part, seq_len, segment_bucket(slots), shared, reader, tile) for part in batched(rows, batch_size)]
     if not copies:
         return packed
     return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
@@ -197,7 +210,7 @@ def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> 
     return [by_number[number] for number in range(len(by_number))]
 
 
-def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tuple[Group, range]]]:
+def _rows(groups: Sequence[Group], seq_len: int, shared: bool, tile: int) -> list[list[tuple[Group, range]]]:
     """Return rows of groups, or parts of them, with the numbers of their answers.
 
     A group goes to the fullest row with room for it. Where there is none, as many of its answers as fit complete the
@@ -206,16 +219,17 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
     rows: list[list[tuple[Group, range]]] = []
     rooms: list[int] = []
     number = 0
-    for prompt, answers in groups:
+    for group in groups:
+        prompt, answers = group.prompt, group.answers
         end = number + len(answers)
         while number < end:
             waiting = answers[len(answers) - (end - number) :]
-            lengths = np.cumsum([len(answer.tokens) for answer in waiting])
-            sizes = (lengths + len(prompt) - 1)[: None if shared else 1]
+            lengths = np.cumsum([aligned(len(answer.tokens), tile) for answer in waiting])
+            sizes = (lengths + aligned(len(prompt) - 1, tile))[: None if shared else 1]
             if sizes[0] > seq_len:
                 raise ValueError(
-                    f"a prompt of {len(prompt):,} tokens and its answer of {lengths[0]:,} are longer than a row of "
-                    f"{seq_len:,}: raise --seq-len, or lower --max-completion-length"
+                    f"a prompt of {len(prompt):,} tokens and its answer of {len(waiting[0].tokens):,}{_rounded(tile)} "
+                    f"are longer than a row of {seq_len:,}: raise --seq-len, or lower --max-completion-length"
                 )
             row = min((row for row, room in enumerate(rooms) if room >= sizes[-1]), key=rooms.__getitem__, default=None)
             if row is None and rooms:
@@ -227,13 +241,24 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
                 rows.append([])
                 rooms.append(seq_len)
             count = int(np.searchsorted(sizes, rooms[row], side="right"))
-            rows[row].append((Group(prompt, waiting[:count]), range(number, number + count)))
+            rows[row].append((group._replace(answers=waiting[:count]), range(number, number + count)))
             rooms[row] -= int(sizes[count - 1])
             number += count
     return rows
 
 
-def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool) -> Packed:
+def _rounded(tile: int) -> str:
+    return "" if tile == 1 else f", each rounded up to a multiple of {tile} for --exact-sampling,"
+
+
+def _pack(
+    rows: Sequence[Sequence[tuple[Group, range]]],
+    seq_len: int,
+    slots: int,
+    shared: bool,
+    reader: ImageReader | None,
+    tile: int,
+) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
     examples = {
         name: value
@@ -248,10 +273,11 @@ def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: in
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
-        for (prompt, answers), _ in row:
+        for group, _ in row:
+            prompt, answers = group.prompt, group.answers
             before = len(prompt) - 1
             tokens[b, begin : begin + before] = prompt[:-1]
-            begin += before
+            begin += aligned(before, tile)
             for answer in answers:
                 span = slice(begin, begin + len(answer.tokens))
                 tokens[b, span] = [prompt[-1], *answer.tokens[:-1]]
@@ -260,18 +286,33 @@ def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: in
                 for name, values in others.items():
                     values[b, span] = getattr(answer, name)
                 owners[b, span], advantages[b, slot] = slot, answer.advantage
-                begin, slot = begin + len(answer.tokens), slot + 1
+                begin, slot = begin + aligned(len(answer.tokens), tile), slot + 1
     rollouts = Rollouts(owners=owners, advantages=advantages, sampler=sampler, **others)  # type: ignore[arg-type]
     if shared:
-        segments = pack_forks(forks, seq_len=seq_len, max_segments=slots)
+        segments = pack_forks(forks, seq_len=seq_len, max_segments=slots, tile=tile)
     else:
         kind = BatchKind(long=False, slots=slots)
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
+    images = None
+    if reader is not None:
+        parts = [[part for group, _ in row for part in _parts(group, shared)] for row in rows]
+        images = reader.rows(tokens, parts, max(reader.count(row) for row in parts))
     batch = Batch(
         tokens=tokens,  # type: ignore[arg-type]
         targets=targets,  # type: ignore[arg-type]
         loss_weights=counted,  # type: ignore[arg-type]
         rollouts=rollouts,
         segments=segments,
+        images=images,
     )
     return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])
+
+
+def _parts(group: Group, shared: bool) -> Iterator[DocumentPart]:
+    """Yield the parts of a group in a row, whose images are in the prompt alone."""
+    prompt = len(group.prompt)
+    if shared:
+        yield DocumentPart(group.document, 0, prompt - 1, prompt, group.prompt)
+    for answer in group.answers:
+        end = prompt - 1 + len(answer.tokens)
+        yield DocumentPart(group.document, prompt - 1 if shared else 0, end, prompt, group.prompt)

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxglue.data.config import Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
+from jaxglue.data.prepare import PreparedData, image_rules, prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
+from jaxglue.generation.exact import obstacle
 from jaxglue.hf.hub import model_path
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.planner.workload import Workload
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.plan import RolloutPlan
@@ -25,6 +27,7 @@ from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.workload import read_teacher
+from jaxglue.vision.processor import Processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,6 +165,12 @@ class Prompts:
         """Return what judges the answers, and knows the tools of environments; their files are imported here."""
         return Judge(self.config.rollouts)
 
+    @property
+    def tile(self) -> int | None:
+        """Return the tokens at whose multiples prompts and answers begin for exact sampling; None without it."""
+        on = self.config.rollouts.exact_sampling == "on"
+        return key_tile(self.model.layer_kinds[0].head_dim) if on else None
+
     @cached_property
     def teachers(self) -> ServedTeachers | None:
         """Return the servers whose models judge tokens; they are asked here for the first time."""
@@ -173,19 +182,46 @@ class Prompts:
     ) -> PreparedData:
         """Read the prompts, and those that are held out."""
         config, rollouts = self.config, self.config.rollouts
+        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
         read = partial(
             read_prompts,
             config.data,
             tokenizer,
             answer=rollouts.max_completion_length,
             limit=config.data.row_tokens,
+            tile=self.tile or 1,
             tools=None if self.judge.kinds is None else self.judge.tools_of,
+            images=None if processor is None else partial(image_rules, processor, tokenizer=tokenizer),
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
+        if prompts.reader is not None:
+            self._check_images(prompts.reader.rules.processor, tokenizer)
         if self.teachers is not None:
             self.teachers.check(prompts.prompts, tokenizer)
-        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
+        rules = None if processor is None else image_rules(processor, config.data.sources[0], tokenizer)
+        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out), images=rules)
+
+    def _check_images(self, processor: Processor, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Refuse a teacher that sees images otherwise, or whose tower would be the one in training."""
+        teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
+        if self.teachers is not None:
+            raise ValueError(
+                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out "
+                "rows with images, or name a folder by --teacher"
+            )
+        if teacher == "base" and self.config.model.train_vision == "projector":
+            raise ValueError(
+                "--teacher base has no projector of its own, where the projector trains as a whole: leave out "
+                "--train-vision, or name a folder as the teacher"
+            )
+        if teacher not in (None, "base"):
+            own = read_vision(model_path(teacher, weights=False), limit, tokenizer)
+            if own != processor:
+                raise ValueError(
+                    f"--teacher {teacher} makes other tokens of images than the student, or sees none: distill from a "
+                    "model of the same type, or leave out rows with images"
+                )
 
     def loss_on(self, data: PreparedData) -> str:
         """Return that answers have loss."""
@@ -203,6 +239,8 @@ class Prompts:
             )
         if self.config.rollouts.teacher not in (None, "base"):
             _check_teacher(self.config, self.model, tokenizer)
+        if self.tile is not None:
+            _check_exact(self.config, self.model, mesh, self.why_copied)
 
     def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
         """Return the steps on the model's answers; their rewards are imported here, in processes of their own."""
@@ -222,6 +260,7 @@ class Prompts:
             copies=self.model.recurrent is not None,
             teachers=self.teachers,
             held_out=held_out,
+            tile=self.tile,
         )
         steps = RolloutSteps(plan, config.run.output)
         try:
@@ -231,6 +270,20 @@ class Prompts:
             judge.close()
             raise
         return steps, None, config.run.steps or config.run.epochs * steps.steps_per_epoch
+
+
+def _check_exact(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, why_copied: str) -> None:
+    """Raise ValueError for a model, head or mesh whose sampling cannot have training's bits."""
+    rank = config.lora.rank if config.model.method == "lora" else 0
+    reason = obstacle(model, config.model.compute_dtype, tokens=config.data.row_tokens, rank=rank)
+    if mesh.devices > 1:
+        reason = f"there are {mesh.devices} GPUs, and it is for one yet"
+    if why_copied:
+        reason = why_copied
+    if config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets:
+        reason = "the output projection has an adapter"
+    if reason is not None:
+        raise ValueError(f"--exact-sampling on cannot be kept: {reason}: leave it out")
 
 
 def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -59,12 +59,16 @@ def rl_loop(url: str, logs: str) -> None:
 
 def rl_basic(url: str, logs: str) -> None:
     """Learn by rewards, through the cookbook's own trainer."""
+    from tinker_cookbook import model_info
     from tinker_cookbook.recipes import rl_basic as recipe
+    from tinker_cookbook.recipes.math_rl.math_env import Gsm8kDatasetBuilder
     from tinker_cookbook.rl import train
 
-    sizes = ["dataset_builder.batch_size=2", "dataset_builder.group_size=2", "max_steps=2", "max_tokens=8"]
+    names = {"model_name_for_tokenizer": NAME, "renderer_name": model_info.get_recommended_renderer_name(NAME)}
+    sizes = {"max_steps": 2, "max_tokens": 8, "lora_rank": 8}
+    builder = Gsm8kDatasetBuilder(batch_size=2, group_size=2, **names)
     blueprint = recipe.build_config_blueprint(NAME)
-    blueprint.make_from_argv([*sizes, f"base_url={url}", f"log_path={logs}", "lora_rank=8"])
+    blueprint.apply({"dataset_builder": builder, "base_url": url, "log_path": logs, **sizes})
     asyncio.run(train.main(blueprint.make()))
 
 

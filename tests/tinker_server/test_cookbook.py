@@ -30,7 +30,9 @@ def url(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / "Qwen3-4B-Instruct-2507"
     shutil.copytree(MODEL, folder)
-    server = TinkerServer(api_key=KEY, **{**SETTINGS, "model": str(folder), "seq_len": 1024})
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    server = TinkerServer(api_key=KEY, **{**SETTINGS, "model": str(folder), "seq_len": 2048})
     runner = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="warning"))
     thread = threading.Thread(target=runner.run, daemon=True)
     thread.start()
