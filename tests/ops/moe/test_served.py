@@ -51,17 +51,17 @@ def test_experts_multiply_by_merges_and_gradients_pass_the_rounding(kind, backen
         weights = jax.nn.softmax(chosen, axis=-1)
 
         def product(x, weight, adapter, expert):
-            A, B = adapter[:2]
+            A, B = adapter.A, 0.5 * adapter.B
             merged = jax.lax.stop_gradient(merge_experts(weight, A, B, jnp.float32, backend="reference")[expert])
             beside = jax.lax.stop_gradient(x) @ A[expert].T @ B[expert].T
             return x @ merged.T + beside - jax.lax.stop_gradient(beside)
 
         out = 0.0
         for expert in range(E):
-            gate, up = jnp.split(product(x, gate_up, lora.scaled[0], expert), 2, axis=-1)
+            gate, up = jnp.split(product(x, gate_up, lora.gate_up, expert), 2, axis=-1)
             # The weight of a token's expert multiplies the input of the second product.
             weight = jnp.where(ids == expert, weights, 0).sum(1)[:, None]
-            out += product(jax.nn.silu(gate) * up * weight, down, lora.scaled[1], expert)
+            out += product(jax.nn.silu(gate) * up * weight, down, lora.down, expert)
         return (out * dy).sum()
 
     kernels = interpreted_kernels(compute_capability=80, tiles=grouped_tiles((8, 0))) if backend == "kernels" else None
