@@ -9,7 +9,7 @@ TINY = ("--shape", "tiny", "--dtype", "bfloat16", "--prompts", "2", "--answers",
 FEW = ("--slots", "1", "4", "--documents", "2", "--tokens", "64", "--decoded", "4", "--turns", "1")
 
 
-@thorough("tests/generation/test_exact.py")
+@thorough("generation/test_exact.py")
 @pytest.mark.parametrize("part", ["products", "operations", "answers"])
 def test_parts_find_equal_bits(tmp_path, monkeypatch, part):
     import exact_sampling

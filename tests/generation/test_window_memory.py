@@ -74,7 +74,7 @@ def window_bytes(h200):
     return measure
 
 
-@thorough("test_decoded_experts.py")
+@thorough("generation/test_decoded_experts.py")
 @pytest.mark.parametrize(("few_rows", "most"), [(True, 0.2), (False, 1.1)])
 def test_no_window_expands_the_experts_of_two_layers(few_rows, most, window_bytes, monkeypatch):
     monkeypatch.setattr(backend, "UNTRIED", set())
