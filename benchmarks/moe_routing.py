@@ -111,9 +111,9 @@ def masked_loop(layer: Layer):
 
     def loop(function, x, logits, *rest):
         expert_ids, weights = routed(logits)
-        total = None
+        total, step = None, max(64, expert_ids.size // layer.E // 4)  # few shapes, as few compilations
         for e in range(layer.E):
-            size = max(256, 1 << (int(count(expert_ids, e)) - 1).bit_length())  # few shapes, as few compilations
+            size = max(step, -(-int(count(expert_ids, e)) // step) * step)
             index = jnp.nonzero((expert_ids == e).any(1), size=size, fill_value=x.shape[0])[0]
             result = function(x, index, weights, e, *rest)
             total = result if total is None else jax.tree.map(jnp.add, total, result)

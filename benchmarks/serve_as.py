@@ -3,14 +3,16 @@
     python benchmarks/serve_as.py --json benchmarks/results/serve_as.json
 
 A Qwen3 of 25 million parameters learns the bytes of Python's standard library; adapters on it learn three other kinds
-of text, each with equal steps: in 16 bits, then merged and rounded, and on the grid of each format. `refit` takes its
-scales from the merge of each step in place of the base's. `--tiny` is a run of seconds without a GPU.
+of text, each with equal steps: in 16 bits, then merged and rounded, and on the grid of each format. The base is in 16
+bits, or in the format already, where training is also shown on the levels themselves, without places in their cells.
+`--tiny` is a run of seconds without a GPU.
 """
 
 import argparse
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,37 +25,29 @@ from flax import nnx
 from fp8_quality import Batches, Training, pretrain, sources
 from measure import table, write_results
 
+from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.loading import load_model
 from jaxglue.models.linear import Linear
-from jaxglue.models.lora import add_lora, linear_layers
+from jaxglue.models.lora import add_lora, linear_layers, merge_served
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import get_part, merge_module
-from jaxglue.ops.quant.formats import FORMATS, register
-from jaxglue.ops.quant.nvfp4 import BLOCK
-from jaxglue.ops.quant.served import SERVE_AS, ServedFormat, ServedKQuant, ServedNVFP4, k_quant_of
+from jaxglue.ops.projection.served import MERGE, ReferenceMerge
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.quant.served import SERVE_AS, ServedKQuant, ServedStored, k_quant_of
 
-REFIT = "nvfp4, refit"
-VARIANTS = (*SERVE_AS, REFIT)
+STORED = "nvfp4", "nf4"
+"""Formats in which a base may be already."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class RefitNVFP4(ServedNVFP4):
-    """NVFP4 whose scales follow the merge; a pytree."""
+class OnLevels(ServedStored):
+    """A stored matrix whose values are on their levels, which only a delta of half a step leaves; a pytree."""
 
-    def merged(self, delta, dtype):
+    @property
+    def matrix(self):
         """See `Served`."""
-        total = self.matrix.astype(jnp.float32) if delta is None else self.matrix.astype(jnp.float32) + delta
-        return FORMATS["nvfp4"].quantize(total).dequantize(dtype)
-
-
-class _Refit(ServedFormat):
-    def quantize(self, matrix):
-        held = FORMATS["served_nvfp4"].quantize(matrix)
-        return RefitNVFP4(matrix=held.matrix, scales=held.scales, divisors=held.divisors)
-
-
-register(_Refit(REFIT, RefitNVFP4, BLOCK))
+        return self.stored.dequantize(jnp.float32)
 
 
 def tasks(package: str) -> dict[str, np.ndarray]:
@@ -70,87 +64,111 @@ def tasks(package: str) -> dict[str, np.ndarray]:
     }
 
 
-def storage_of(variant: str) -> str:
-    """Return the storage in which a variant trains."""
-    return "none" if variant == "none" else f"served_{variant}"
+class Task:
+    """A corpus that adapters learn, each with equal steps."""
 
+    def __init__(self, corpus: np.ndarray, args: argparse.Namespace):
+        self._batches, self._args = Batches(corpus, args.rows, args.tokens), args
+        self._held_out = self._batches.evaluation(args.eval_batches)
 
-def train(
-    folder: Path, variant: str, corpus: np.ndarray, args: argparse.Namespace
-) -> tuple[Training, float, float, dict]:
-    """Train an adapter; return it with its losses before and after, and its seconds a step."""
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = load_model(folder, dtype=dtype, quantize=storage_of(variant))
-    add_lora(model, LoraConfig(rank=args.rank), rngs=nnx.Rngs(0))
-    batches = Batches(corpus, args.rows, args.tokens)
-    held_out = batches.evaluation(args.eval_batches)
-    training = Training(model, nnx.LoRAParam, steps=args.steps, learning_rate=args.learning_rate)
-    before, begun = training.evaluate(held_out), time.perf_counter()
-    for batch in batches.training(0, args.steps):
-        training.step(batch)
-    after = training.evaluate(held_out)
-    return training, before, after, {"seconds": time.perf_counter() - begun}
+    def load(self, folder: Path, serve_as: str = "none", *, on_levels: bool = False):
+        """Return the model of a folder with a new adapter, on a grid or not."""
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        model = load_model(folder, dtype=dtype, quantize="none" if serve_as == "none" else f"served_{serve_as}")
+        add_lora(model, LoraConfig(rank=self._args.rank), rngs=nnx.Rngs(0))
+        for _, linear in linear_layers(model):
+            if on_levels and isinstance(stored := linear.weight.get_value(), ServedStored):
+                linear.weight = nnx.Param(OnLevels(stored=stored.stored, seeds=stored.seeds))
+        return model
 
+    def train(self, model) -> tuple[Training, dict[str, float]]:
+        """Train a model's adapter; return it with its losses before and after, and its seconds."""
+        steps = self._args.steps
+        training = Training(model, nnx.LoRAParam, steps=steps, learning_rate=self._args.learning_rate)
+        before, begun = training.evaluate(self._held_out), time.perf_counter()
+        for batch in self._batches.training(0, steps):
+            training.step(batch)
+        seconds = time.perf_counter() - begun
+        return training, {"before": before, "loss": training.evaluate(self._held_out), "seconds": seconds}
 
-def merged_losses(training: Training, folder: Path, corpus: np.ndarray, args: argparse.Namespace) -> dict[str, float]:
-    """Return the losses of an adapter trained in 16 bits once its merge is rounded to each format."""
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    held_out, losses = Batches(corpus, args.rows, args.tokens).evaluation(args.eval_batches), {}
-    for kind in SERVE_AS:
-        model = load_model(folder, dtype=dtype)
-        add_lora(model, LoraConfig(rank=args.rank), rngs=nnx.Rngs(0))
+    def merged_loss(self, model, trained: Training, kind: str) -> float:
+        """Return the loss of a model with a trained adapter once its merge is rounded to a format.
+
+        Scales are those of the merge, or of the base where it is in the format.
+        """
         for index in range(len(model.layers)):
             graphdef, _, others = nnx.split(model.layers[index], nnx.LoRAParam, ...)
-            model.layers[index] = merge_module(graphdef, get_part(training.trainable, index), nnx.to_pure_dict(others))
+            model.layers[index] = merge_module(graphdef, get_part(trained.trainable, index), nnx.to_pure_dict(others))
+        if any(isinstance(linear.weight.get_value(), ServedStored) for _, linear in linear_layers(model)):
+            merge_served(model)
         for path, linear in linear_layers(model):
-            assert isinstance(linear, Linear) and linear.adapter is not None
-            matrix, name = linear.weight[...], f"{path}.weight"
-            total = matrix.astype(jnp.float32) + jnp.matmul(linear.adapter.up, linear.adapter.A, precision="highest")
-            if kind == "q4_k_m":
-                held = ServedKQuant.of(total, k_quant_of(name, len(model.layers)))
-            else:
-                held = FORMATS[kind].quantize(total)
-            linear.weight = nnx.Param(held.dequantize(matrix.dtype))
-            linear.lora_B = nnx.LoRAParam(jnp.zeros_like(linear.lora_B[...]))
-        losses[kind] = Training(model, nnx.LoRAParam, steps=1, learning_rate=1.0).evaluate(held_out)
-    return losses
+            if isinstance(linear, Linear) and linear.adapter is not None:
+                matrix, adapter = linear.weight[...], linear.adapter
+                total = matrix.astype(jnp.float32) + jnp.matmul(adapter.up, adapter.A, precision="highest")
+                linear.weight = nnx.Param(rounded(total, kind, f"{path}.weight", len(model.layers), matrix.dtype))
+        add_lora(model, LoraConfig(rank=1), rngs=nnx.Rngs(0))  # of no effect: B is zero
+        return Training(model, nnx.LoRAParam, steps=1, learning_rate=1.0).evaluate(self._held_out)
 
 
-def measure(folder: Path, name: str, corpus: np.ndarray, args: argparse.Namespace):
+def rounded(total: jax.Array, kind: str, name: str, layers: int, dtype) -> jax.Array:
+    """Return a matrix rounded to a format."""
+    made = FORMATS.get(kind)
+    held = ServedKQuant.of(total, k_quant_of(name, layers)) if made is None else made.quantize(total)
+    return held.dequantize(dtype)
+
+
+def measure(folder: Path, name: str, corpus: np.ndarray, args: argparse.Namespace) -> Iterator[dict]:
     """Yield the losses of a task's variants, with the share of the gain in 16 bits that each keeps."""
-    plain, base, adapted, timed = train(folder, "none", corpus, args)
-    row = {"task": name, "base": base, "adapted in 16 bits": adapted}
-    yield row | {"format": "16 bits", "trained for it": False, "loss": adapted, "share": 1.0} | timed
-    for kind, loss in merged_losses(plain, folder, corpus, args).items():
-        share = (base - loss) / (base - adapted)
-        yield row | {"format": kind, "trained for it": False, "loss": loss, "share": share}
-    for variant in args.variants:
-        _, rounded, loss, timed = train(folder, variant, corpus, args)
-        share = (base - loss) / (base - adapted)
-        trained = {"format": variant, "trained for it": True, "base rounded": rounded, "loss": loss, "share": share}
-        yield row | trained | timed
+    task = Task(corpus, args)
+    for base in args.bases:
+        own = folder if base == "16 bits" else folder.with_name(f"{folder.name}-{base}")
+        plain, timed = task.train(task.load(own))
+        gain = timed["before"] - timed["loss"]
+        row = {"task": name, "base": base, "base's loss": timed["before"], "gain in 16 bits": gain}
+        yield row | {"format": "16 bits", "how": "beside the base", "share": 1.0} | timed
+        for kind in SERVE_AS if base == "16 bits" else [base]:
+            if kind not in args.formats:
+                continue
+            merged = task.merged_loss(
+                task.load(own, *([] if base == "16 bits" else [kind]), on_levels=True), plain, kind
+            )
+            rows = {"plain merge": {"loss": merged}}
+            if base != "16 bits":
+                with MERGE.using(ReferenceMerge()):  # kernels have places of their own
+                    rows["trained on levels"] = task.train(task.load(own, kind, on_levels=True))[1]
+            rows["trained for it"] = task.train(task.load(own, kind))[1]
+            for how, found in rows.items():
+                share = (row["base's loss"] - found["loss"]) / gain
+                yield row | {"format": kind, "how": how, "share": share} | found
 
 
 def parse() -> argparse.Namespace:
     """Return the flags, with those of `--tiny` in place of the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", default="transformers", help="an installed package whose sources are a task")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--tasks", type=int, default=3, help="of the three")
+    parser.add_argument("--bases", nargs="+", choices=["16 bits", *STORED], default=["16 bits", *STORED])
+    parser.add_argument("--formats", nargs="+", choices=list(SERVE_AS), default=list(SERVE_AS))
+    parser.add_argument("--model", type=Path, help="folder of the pretrained model, made if there is none")
+    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 256")
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--pretrain-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--eval-batches", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--tiny", action="store_true", help="few steps on few tokens, to see it run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.tiny:
         vars(args).update({"pretrain_steps": 20, "steps": 5, "rows": 2, "tokens": 128, "eval_batches": 1})
-    args.vocabulary, shape = 256, fp8_quality.shape(False, 256)
-    if args.tiny:
-        shape |= {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+        args.width, args.layers = 256, 2
+    args.vocabulary = 256
+    sizes = {"hidden_size": args.width, "intermediate_size": 2 * args.width, "num_hidden_layers": args.layers}
+    heads = {"num_attention_heads": args.width // 64, "num_key_value_heads": args.width // 128, "head_dim": 64}
+    shape = fp8_quality.shape(False, 256) | sizes | heads
     fp8_quality.shape = lambda tiny, vocabulary: shape
     return args
 
@@ -159,10 +177,14 @@ def main() -> None:
     args = parse()
     results: list[dict] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
+        folder = args.model or Path(scratch) / "model"
         library = sources(Path(sysconfig.get_paths()["stdlib"]), ("site-packages", "test", "tests", "pydoc_data"), 256)
-        print(f"pretrained: {pretrain(folder, library, args)[-1][1]:.4f}", flush=True)
-        for name, corpus in tasks(args.package).items():
+        if not (folder / "config.json").exists():
+            print(f"pretrained: {pretrain(folder, library, args)[-1][1]:.4f}", flush=True)
+        for kind in STORED:
+            if not (stored := folder.with_name(f"{folder.name}-{kind}")).exists():
+                quantize_folder(folder, stored, kind)
+        for name, corpus in list(tasks(args.package).items())[: args.tasks]:
             for result in measure(folder, name, corpus, args):
                 results.append(result)
                 print({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}, flush=True)
@@ -171,8 +193,9 @@ def main() -> None:
     rows = [
         {
             "task": result["task"],
+            "base": result["base"],
             "format": result["format"],
-            "trained for it": "yes" if result["trained for it"] else "no",
+            "how": result["how"],
             "loss": f"{result['loss']:.4f}",
             "share of the gain": f"{result['share']:.0%}",
         }

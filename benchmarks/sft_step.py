@@ -154,6 +154,7 @@ ROWS = {
     "tiny Gemma 4 with experts": Row(shape="tiny-gemma-4-moe", tokens=1024, checkpointing=("none",), engines=("ours",)),
     "tiny experts NF4": Row(shape="tiny-qwen3-moe", tokens=1024, quantize="nf4", engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing=("none",), engines=("ours", "peft")),
+    "tiny served as nvfp4": Row(shape="tiny", tokens=1024, quantize="served_nvfp4", engines=("ours",)),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing=("none",), engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing=("device", "none"), engines=ENGINES),
 }

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.wrapper import BESIDE_VISION, TEXT_PATH, WRAPPERS
 from jaxglue.ops.backend import BackendChoice
-from jaxglue.ops.choices import SERVED, Storage
+from jaxglue.ops.choices import SERVED, STORED, Storage
 from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.moe import ONE_GROUP, Groups
 from jaxglue.ops.paged_attention import KVPages, make_pages
@@ -398,17 +398,35 @@ class DecoderConfig:
         products: dict[str, Any] = {"fp8_head": fp8_head, "fp8_experts": fp8_experts}
         if how == "none" or how == self.quantize:
             return replace(self, **products)
+        if how in SERVED:
+            return replace(self._served(how), **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
                 f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
         experts = self.moe
-        if experts and how in SERVED:
-            raise ValueError(f"{find_format(how).flag} merges adapters of dense layers: {self.model_type} has experts")
         if experts and experts.quantize == "none" and FORMATS[how].weight:
             experts = replace(experts, quantize=how)
         return replace(self, quantize=how, moe=experts, layer_unquantized=(), **products)
+
+    def _served(self, how: Storage) -> "DecoderConfig":
+        """Return the config with weights on the grid of a format, in which the folder may hold them already."""
+        made, moe = FORMATS[how], self.moe
+        if made.label == "mxfp4" and not (moe and moe.quantize == "mxfp4"):
+            raise ValueError(
+                f"{made.flag} needs experts in MXFP4: write the folder so (jaxglue export --quantize mxfp4 --base)"
+            )
+        if made.label == "nf4" and moe:
+            raise ValueError(f"{made.flag}: no folder holds experts in NF4: use --serve-as nvfp4 or q4_k_m")
+        if (label := FORMATS[self.quantize].label) not in ("none", made.label):
+            raise ValueError(f"{made.flag}: the model folder is in {label}: serve it as {label}, or name the original")
+        if how in STORED.values() and self.quantize == "none":
+            raise ValueError(f"the adapter was trained on weights in {made.label}, and the model folder's are not")
+        how = STORED[how] if self.quantize != "none" and how in STORED else how
+        unquantized = self.layer_unquantized if self.quantize != "none" else ()
+        experts = replace(moe, quantize=how) if moe else None
+        return replace(self, quantize=how, moe=experts, layer_unquantized=unquantized)
 
     def leaving(self, modules: Iterable[str]) -> "DecoderConfig":
         """Return the config with these modules, and no others, unquantized."""

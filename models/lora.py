@@ -13,8 +13,13 @@ from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, is_target,
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
-from jaxglue.ops.projection.served import merge
-from jaxglue.ops.quant.served import Served
+from jaxglue.ops.choices import STORED
+from jaxglue.ops.projection.dora import magnitude_gain
+from jaxglue.ops.projection.served import are_served, merge, merge_experts
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
+from jaxglue.ops.quant.served import Served, ServedStored
+from jaxglue.ops.quant.stack import Stack
 from jaxglue.settings.spelling import nearest
 
 _LAYERS = "model.layers."
@@ -68,18 +73,61 @@ def _is_adapted(path: str, config: LoraConfig) -> bool:
 
 
 def merge_served(model: CausalLM) -> None:
-    """Merge in place the adapters of weights that are rounded as they are served, whose values stay in their dtype."""
+    """Merge in place the adapters of weights that are rounded as they are served.
+
+    Values of weights in 16 bits stay in their dtype, and those of a folder in the format go back into it.
+    """
+    label, config = FORMATS[model.config.quantize].label, model.config
     for _, linear in linear_layers(model):
-        if isinstance(linear, Linear) and isinstance(served := linear.weight.get_value(), Served):
-            adapter = linear.adapter
-            matrix = (
-                served.dequantize(served.dtype)
-                if adapter is None
-                else merge(served, adapter.A, adapter.up, served.dtype)
-            )
-            linear.weight, linear.storage = nnx.Param(matrix), "none"
-            linear.lora_A = linear.lora_B = nnx.data(None)
-    model.config = replace(model.config, quantize="none")
+        if isinstance(linear, Linear) and isinstance(linear.weight.get_value(), Served):
+            matrix = _merged(linear)
+            linear.weight, linear.storage = nnx.Param(matrix), label if is_quantized(matrix) else "none"
+            linear.lora_magnitude_vector = nnx.data(None)
+        elif isinstance(linear, ExpertLinear) and are_served(linear.projection.weight):
+            linear.quantize = _merge_experts(linear, label)
+        else:
+            continue
+        linear.lora_A = linear.lora_B = nnx.data(None)
+    stored = config.quantize in STORED.values()
+    moe = config.moe and replace(config.moe, quantize=label if stored or label == "mxfp4" else "none")
+    model.config = replace(config, quantize=label if stored else "none", moe=moe)
+
+
+def _merged(linear: Linear) -> Any:
+    served, adapter = linear.weight.get_value(), linear.adapter
+    assert isinstance(served, Served)
+    gain = None
+    if adapter is not None and adapter.magnitude is not None:
+        gain = magnitude_gain(served, adapter.A, adapter.up, adapter.magnitude, dtype=jnp.float32)
+    if isinstance(served, ServedStored):
+        delta = None if adapter is None else jnp.matmul(adapter.up, adapter.A, precision="highest")
+        return served.pack(served.codes(delta, gain))
+    if adapter is None:
+        return served.dequantize(served.dtype)
+    return merge(served, adapter.A, adapter.up, served.dtype, gain)
+
+
+def _merge_experts(linear: ExpertLinear, label: str) -> str:
+    """Merge experts' adapters in place and return the format of the matrices."""
+    weight, _, adapter = linear.projection
+    assert are_served(weight)
+    scaled = None if adapter is None else (adapter.A, linear.lora_scale * adapter.B)
+    if not isinstance(weight.rows, ServedStored):
+        dtype = weight.dtype
+        merged = dequantize(weight, dtype) if scaled is None else merge_experts(weight, *scaled, dtype)
+        linear.weight = nnx.Param(merged)
+        return "none"
+    delta = None
+    if scaled is not None:
+        delta = jnp.matmul(scaled[1], scaled[0], precision="highest").reshape(weight.rows.shape)
+    packed = weight.rows.pack(weight.rows.codes(delta))
+    if linear.weight is not None:
+        linear.weight = nnx.Param(Stack(rows=packed, out=weight.out))
+        return label
+    for part in FORMATS[label].parts:
+        own = getattr(linear, part)
+        setattr(linear, part, nnx.Param(getattr(packed, part).reshape(own.get_value().shape)))
+    return label
 
 
 def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) -> nnx.GraphDef:

@@ -67,6 +67,10 @@ class EstimateConfig(TrainConfig):
         """Accept settings that only matter in a run."""
 
 
+K_QUANTS = "q4_k_m", "q5_k_m", "q6_k"
+"""Types of GGUF files whose errors are weighed by importance."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(PartsConfig):
     """Merge an adapter into its base model, quantize a model, write it for llama.cpp, write a run's checkpoint, or
@@ -78,16 +82,17 @@ class ExportConfig(PartsConfig):
     """New folder; absent or empty. Without it, --push uploads the adapter itself."""
     adapter: Annotated[Path | None, Alias("adapter_name_or_path", "lora_model_dir")] = None
     """PEFT adapter folder to merge, or to upload."""
-    quantize: Annotated[str, Choices(QUANTIZE, "fp8", "nvfp4", "mxfp4"), Alias("quantise")] = "none"
+    quantize: Annotated[str, Choices(QUANTIZE, "fp8", "nvfp4", "nvfp4_modelopt", "mxfp4"), Alias("quantise")] = "none"
     """Store the decoder layers' linear layers of --base, or of --adapter merged into its base, in bitsandbytes' NF4 or
-    int8 format or compressed-tensors' FP8 or NVFP4, or GPT-OSS's experts in MXFP4. An adapter trained with --serve-as
-    is written in its format without this."""
+    int8 format, compressed-tensors' FP8 or NVFP4, or ModelOpt's NVFP4, or GPT-OSS's experts in MXFP4. An adapter
+    trained with --serve-as is written in its format without this."""
     gguf: Annotated[GgufType | None, Alias("quantization_method", "outtype")] = None
     """Write a GGUF file of this type, for llama.cpp and Ollama: of --adapter merged into its base, or of --base."""
     gguf_lora: bool = False
     """Write --adapter alone as a GGUF file, which llama.cpp applies to its base's."""
     imatrix: tuple[str, ...] = ()
-    """Data, as of jaxglue train, on which the importance of each matrix's inputs is measured, for K-quants."""
+    """Data, as of jaxglue train, on which the importance of each matrix's inputs is measured, for K-quants; by default
+    rows of the training data that the adapter's run kept, none for no importance."""
     trained_on: Annotated[str, Choices(QUANTIZE, "auto")] = "auto"
     """Format in which the base's linear layers were held when --adapter was trained, and are merged with it; auto takes
     the base folder's, else the one that the adapter records."""
@@ -114,7 +119,7 @@ class ExportConfig(PartsConfig):
             raise ValueError(
                 "give one of --adapter (or --gguf), --quantize and --checkpoint: a further task starts from its output"
             )
-        if self.imatrix and self.gguf not in ("q4_k_m", "q5_k_m", "q6_k"):
+        if self.imatrix not in ((), ("none",)) and self.gguf not in K_QUANTS:
             raise ValueError("--imatrix weighs the errors of K-quants: add --gguf q4_k_m, q5_k_m or q6_k")
         if self.checkpoint is not None and self.push is not None:
             raise ValueError("--checkpoint only writes --output: upload that with --adapter OUTPUT --push NAME")

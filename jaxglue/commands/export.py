@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.commands.configs import ExportConfig
+from jaxglue.commands.configs import K_QUANTS, ExportConfig
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
@@ -27,7 +27,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.files.json_file import read_json
 from jaxglue.generation.assistant import tower_of
 from jaxglue.hf.export import quantize_folder
-from jaxglue.hf.export_check import CHECK_FILE, ExportRows, folder_parts
+from jaxglue.hf.export_check import CHECK_FILE, TRAINED_FILE, ExportRows, folder_parts, load_rows
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.mmproj import is_written
@@ -46,6 +46,8 @@ _KEPT = 0.8
 _log = logging.getLogger(__name__)
 _CALIBRATION_TOKENS, _CALIBRATION_BATCH, _CALIBRATION_BATCHES = 512, 4, 16
 """Tokens of a calibration row, rows of a batch, and batches."""
+_ROWS_ON_CPU = 8
+"""Rows of a run on which a CPU measures importance unasked."""
 
 
 def main(config: ExportConfig) -> None:
@@ -99,7 +101,8 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     tensors = MergedTensors(base, config.adapter, storage, vision=_written_tower(base))
     tokenizer = load_own_tokenizer(base, config.adapter)
     stops = stop_tokens(tokenizer, base, config.adapter)
-    importance = _measure_importance(config.imatrix, tensors, base, tokenizer) if config.imatrix else None
+    rows = _calibration(config, kind, tensors, tokenizer)
+    importance = _measure_importance(rows, tensors, base) if rows else None
     progress = DataProgress()
     file = export_gguf(
         tensors, tensors.config, tokenizer, stops, kind, output, importance=importance, progress=progress
@@ -122,19 +125,39 @@ def _written_tower(base: Path) -> TowerConfig | None:
     return tower
 
 
-def _measure_importance(
-    data: tuple[str, ...], tensors: MergedTensors, base: Path, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, np.ndarray]:
-    """Return the importance of matrices' inputs on the first rows of the data."""
+def _calibration(
+    config: ExportConfig, kind: GgufType, tensors: MergedTensors, tokenizer: PreTrainedTokenizerBase
+) -> list[ExportRows]:
+    """Return rows on which the importance of matrices' inputs is measured: of the data, else of the adapter's run."""
+    if kind not in K_QUANTS or config.imatrix == ("none",):
+        return []
+    if config.imatrix:
+        return _read_rows(config.imatrix, tensors, tokenizer)
+    kept = load_rows(config.adapter.resolve().parent / TRAINED_FILE) if config.adapter else None
+    if kept is None:
+        return []
+    most = _ROWS_ON_CPU if jax.default_backend() == "cpu" else len(kept.tokens)
+    rows = kept.batches(_CALIBRATION_BATCH, most)
+    tokens = sum(int((batch.segments.segment_ids > 0).sum()) for batch in rows)
+    _log.info("errors are weighed by inputs on %d tokens of the run's training data (--imatrix none: not)", tokens)
+    return rows
+
+
+def _read_rows(data: tuple[str, ...], tensors: MergedTensors, tokenizer: PreTrainedTokenizerBase) -> list[ExportRows]:
+    """Return the first rows of the data."""
     settings = DataConfig(data=data, seq_len=_CALIBRATION_TOKENS, loss_on="all")
     prepared = prepare_data(settings, tokenizer, tensors.specs["model.embed_tokens.weight"].shape[0])
     batches = BatchIterator(prepared.train, seq_len=settings.row_tokens, batch_size=_CALIBRATION_BATCH, epochs=1)
     steps = islice(batches, _CALIBRATION_BATCHES)
-    rows = [
+    return [
         ExportRows(tokens=np.asarray(batch.tokens), segments=batch.segments, source="calibration")
         for step in steps
         for batch in step.micro_batches
     ]
+
+
+def _measure_importance(rows: list[ExportRows], tensors: MergedTensors, base: Path) -> dict[str, np.ndarray]:
+    """Return the importance of matrices' inputs on rows."""
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     config = tensors.config
     if tensors.adapter is None or not tensors.adapter.beside_text:  # the rows are texts

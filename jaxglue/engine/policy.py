@@ -7,9 +7,10 @@ from functools import cached_property, lru_cache
 import jax
 
 from jaxglue.engine.layer_settings import AUTO, LayerSettings
-from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES, MERGED
 
-_INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+_INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT, MERGED}
+"""Values that `dots` keeps: a merged weight is as large as the weight, however few tokens there are."""
 _DROPPED = LAYER_INPUT, ATTENTION_OUT, ATTENTION_LSE
 """Values that may be dropped."""
 
@@ -92,7 +93,7 @@ class RematPolicy:
         """Apply `jax.checkpoint` to a layer, with offloaded values saved on the device; the executor copies them."""
         if self.saved is None:
             return layer
-        inner = sorted((self.saved | self.offloaded) & _INTERMEDIATES)
+        inner = sorted((self.saved | self.offloaded) - {LAYER_INPUT})
         policy = jax.checkpoint_policies.save_only_these_names(*inner)
         # Forward and backward are separate programs, so CSE cannot undo the recomputation.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import KVCache, Matmul, Quantize, Storage, choose_storage
 from jaxglue.parts import PartsConfig
-from jaxglue.settings.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from jaxglue.settings.config import (
+    Alias,
+    Config,
+    Excludes,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,14 @@ class AssistantConfig(PartsConfig):
     """Multiply the decoder layers' linear layers in FP8, as in training with this flag."""
     kv_cache: Annotated[KVCache, Alias("kv_cache_dtype")] = "auto"
     """Format of the cache of keys and values; fp8 takes half the memory, with a scale for each token and head."""
+    exact: Annotated[
+        bool,
+        Excludes("kv_cache", "its keys are in 16 bits or more", lambda cache: cache == "fp8"),
+        Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none"),
+        Excludes("matmul", "it is for products of 16 or 32 bits", lambda matmul: matmul != "bf16"),
+    ] = False
+    """Give an answer the same bits whatever is decoded with it, those of training's forward pass; not for all models,
+    and slower."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for weights, cache and activations, GiB; by default all of JAX's share."""
     compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")

@@ -136,6 +136,8 @@ class Engine:
             `rounding_as_written`.
         drafting: a head that drafts tokens, whose weights the frozen parameters have as `draft` (the trainable ones: an
             empty tree); None decodes one token a step. Batches in which some answer follows a grammar decode so, too.
+        exact: give each token the bits that training's forward pass has, whatever is decoded with it; see
+            `exact.obstacle` for models that cannot.
     """
 
     def __init__(
@@ -149,7 +151,9 @@ class Engine:
         ahead: bool = False,
         as_written: bool = False,
         drafting: Drafting | None = None,
+        exact: bool = False,
     ):
+        self._exact = exact
         self._as_written, self._drafting, self._told = as_written, drafting, False
         self.drafts = DraftCounts()
         """Drafts so far."""
@@ -172,9 +176,9 @@ class Engine:
             self._sizes.clear()
 
     def _make_programs(self) -> EnginePrograms:
-        with rounding_as_written(self._as_written):
+        with rounding_as_written(self._as_written or self._exact):
             self._plain = None if self._drafting is None else EnginePrograms(*self._model, self._fp8_layers)
-            return EnginePrograms(*self._model, self._fp8_layers, self._drafting)
+            return EnginePrograms(*self._model, self._fp8_layers, self._drafting, exact=self._exact)
 
     def generate(
         self,
@@ -338,7 +342,7 @@ class Engine:
         name = plan, kind, whole, leaves
         if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
             del self._sizes[next(iter(self._sizes))]
-        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
+        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots, self._programs.fewest))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         # The host knows after each window how far a grammar lets an answer go, and states behind fewer tokens are gone.
         plain = self._plain if kind.all_features.grammars else None
@@ -353,14 +357,14 @@ class Engine:
 
     def _tell_of_experts(self, trees: Trees, plan: CachePlan) -> None:
         """Log once how experts are multiplied in decode steps, which take longer without kernels of few rows."""
-        if self._told:
+        if self._told or compute_capability() is None:
             return
         self._told = True
         trainable, frozen = trees
         choice = choose_decoded_experts(self._model[0], trainable, frozen, self.config, self._dtype, plan.slots)
         if choice is not None and choice.barred is None:
             _log.info("experts: by kernels of few rows")
-        elif choice is not None and compute_capability() is not None:
+        elif choice is not None:
             _log.warning("experts: not by kernels of few rows: %s", choice.reason)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
@@ -442,8 +446,8 @@ class DecodeBatch:
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
-        self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees)
-        self._prompts = PromptInputs(plan, programs.windows, kind.ranks)
+        self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees, exact=programs.exact)
+        self._prompts = PromptInputs(plan, programs.windows, kind.ranks, programs.tile)
         self._slots, self._drafts, drafted = slots, drafts, programs.rows > 1
         self._scheduler = Scheduler(
             plan,
@@ -452,6 +456,7 @@ class DecodeBatch:
             rewinds=programs.rewinds,
             drafts=drafted,
             outside=_pages_outside(plan),
+            tile=programs.tile,
         )
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""
@@ -583,7 +588,7 @@ class DecodeBatch:
         whole &= features.top == kind.features.top
         if features == kind.features:
             return features, self._sizes, whole
-        return features, self._others.setdefault(features, WindowSizes(self._plan.slots)), whole
+        return features, self._others.setdefault(features, WindowSizes(self._plan.slots, self._programs.fewest)), whole
 
     def _covering(self, used: Features) -> Features:
         """Return the features of the programs that serve these: few kinds, so that few are compiled."""
@@ -600,7 +605,7 @@ class DecodeBatch:
         features = self._covering(features_of(request))
         if features.top == self._kind.features.top or self._compiler is None:
             return None
-        sizes = self._others.setdefault(features, WindowSizes(self._plan.slots))
+        sizes = self._others.setdefault(features, WindowSizes(self._plan.slots, self._programs.fewest))
         self._compile_beside(sizes, features, self._table.window(SchedulerOutput(), self._plan.slots, features))
         return sizes.first_under_way()
 

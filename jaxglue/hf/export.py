@@ -1,7 +1,7 @@
 """Export of complete Hugging Face model folders: trained, merged or quantized, written tensor by tensor."""
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -166,10 +166,17 @@ def quantize_folder(
     specs, read_quantized = quantized_tensors(plain, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        described = read_config(temporary) | {"quantization_config": made.config(unquantized_modules(config))}
-        write_json(temporary / "config.json", described)
+        describe_format(temporary, made, unquantized_modules(config))
         write_shards(temporary, *stored_form(base, specs, read_quantized), max_shard_bytes, progress)
         return check_quantized(base, temporary, made, matrices)
+
+
+def describe_format(folder: Path, made: WeightFormat, unquantized: Sequence[str] = ("lm_head",)) -> None:
+    """Enter a format into a folder's config.json, and write the files that its readers want beside."""
+    entry = made.config(unquantized)
+    write_json(folder / "config.json", read_config(folder) | {"quantization_config": entry})
+    for name, content in made.beside(entry).items():
+        write_json(folder / name, content)
 
 
 def unquantized_modules(config: DecoderConfig) -> list[str]:

@@ -36,6 +36,8 @@ from jaxglue.ops.segments import PackedSegments, pack_segments
 CHECK_FILE = "export_check.json"
 ROWS_FILE = "export_rows.npz"
 """Rows on which a run's exports are compared, beside its adapter, not in it."""
+TRAINED_FILE = "trained_rows.npz"
+"""Rows on which a run's exports measure what matters to its training data, beside its adapter."""
 _LEAST_GAIN = 0.01
 """Difference of losses below which a share of it says nothing, nats per token."""
 _LARGEST = 0.05
@@ -51,6 +53,8 @@ They grow with the depth: all layers' weights rounded to bfloat16 give 0.8 for 2
 _ROWS, _TOKENS = 2, 64
 _LOSS_ROWS, _LOSS_TOKENS = 4, 512
 """Most rows, and tokens of a row, on which losses are compared."""
+_TRAINED_ROWS, _TRAINED_TOKENS = 64, 512
+"""Most rows, and tokens of a row, of training data that a run keeps."""
 
 Rounding = Callable[[str, Array], Array]
 """Maps a linear layer's name and merge to the values that a file holds."""
@@ -76,6 +80,12 @@ class ExportRows:
     def few(self) -> "ExportRows":
         """Return the first rows' beginnings, which are enough to tell whether files predict alike."""
         return first_rows(self.tokens, self.segments, self.source)
+
+    def batches(self, rows: int, most: int) -> "list[ExportRows]":
+        """Return the first rows, at most so many, in batches of a few."""
+        ids, source = np.asarray(self.segments.segment_ids), self.source
+        starts = range(0, min(len(ids), most), rows)
+        return [_packed(self.tokens[i : i + rows], ids[i : i + rows], source) for i in starts]
 
     def save(self, path: Path) -> None:
         """Write the rows to a file."""
@@ -174,6 +184,34 @@ def first_rows(
     filled = np.flatnonzero(ids.any(axis=1))[:rows]
     losses = [None if array is None else np.asarray(array)[filled, :length] for array in (targets, loss_weights)]
     return _packed(np.asarray(tokens)[filled, :length], ids[filled], source, *losses)
+
+
+def trained_rows(
+    tokens: Int[np.ndarray, " N"], offsets: Int[np.ndarray, "documents+1"], pad: int = 0
+) -> ExportRows | None:
+    """Return beginnings of documents, evenly taken from all of them, in rows; None without any.
+
+    Args:
+        tokens: of all documents.
+        offsets: of document d: its tokens are `tokens[offsets[d] : offsets[d + 1]]`.
+        pad: token of the rows' ends.
+    """
+    count, room = len(offsets) - 1, _TRAINED_ROWS * _TRAINED_TOKENS
+    chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, room // 16), dtype=np.int64))
+    packed: list[list[np.ndarray]] = [[]]
+    for document in np.random.default_rng(0).permutation(chosen):
+        piece = np.asarray(tokens[offsets[document] : offsets[document + 1]][:_TRAINED_TOKENS])
+        if sum(map(len, packed[-1])) + len(piece) > _TRAINED_TOKENS:
+            if len(packed) == _TRAINED_ROWS:
+                break
+            packed.append([])
+        packed[-1] += [piece] if len(piece) else []
+    rows = np.full((len(packed), _TRAINED_TOKENS), pad, np.int32)
+    for row, pieces in zip(rows, packed, strict=True):
+        joined = np.concatenate([*pieces, row[:0]])
+        row[: len(joined)] = joined
+    segments = pack_segments([list(map(len, pieces)) for pieces in packed], seq_len=_TRAINED_TOKENS)
+    return ExportRows(tokens=rows, segments=segments, source="trained") if packed[0] else None
 
 
 def load_rows(path: Path) -> ExportRows | None:
@@ -379,7 +417,8 @@ def check_merge(
     together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
     check = replace(compare(apart, together, rows, rounding_limit(apart, dtypes, effect)), storage=config.quantize)
     check.require(merged)
-    if measured is not None and after.quantize != "none":
+    in_few_bits = after.quantize != "none" or (after.moe is not None and after.moe.quantize != "none")
+    if measured is not None and in_few_bits:
         check = replace(
             check, gain=measure_gain(base, adapter, measured, after, folder_parts(merged, after, dtype=dtype))
         )

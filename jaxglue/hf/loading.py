@@ -173,7 +173,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     def put(name: str, array) -> jax.Array | Quantized:
         if isinstance(array, Stack) and name not in quantized:
             array = expand(array, array.dtype)
-        elif isinstance(array, Quantized) and (name not in quantized or made.weight is not type(matrix_of(array))):
+        elif isinstance(array, Quantized) and (name not in quantized or not made.accepts(matrix_of(array))):
             raise _unmentioned(name, matrix_of(array), config)
         sensitive = is_sensitive(name, config.num_hidden_layers)
         if name in quantized and len(array.shape) == 3:

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expan
 from jaxglue.hf.export import (
     copy_texts,
     describe_classifier,
+    describe_format,
     expert_matrices,
     linear_matrices,
     quantized_tensors,
@@ -54,10 +56,11 @@ from jaxglue.models.parameters import abstract_parameters, quantized_names
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import SERVED, Quantize, Storage, served_storage
+from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
-from jaxglue.ops.quant.served import is_sensitive, k_quant_of
-from jaxglue.ops.quant.stack import hold_matrices
+from jaxglue.ops.quant.served import Served, is_sensitive, k_quant_of
+from jaxglue.ops.quant.stack import Stack, hold_matrices
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +112,7 @@ def export_adapter(
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
         if matrices:
-            write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": made.config()})
+            describe_format(temporary, made)
         _describe(merge, merge.adapter, Path(base), temporary)
         head = read_draft(Path(adapter), base)
         write_shards(temporary, *stored_form(base, specs, read, head), max_shard_bytes, progress)
@@ -133,26 +136,31 @@ def _export_rounded(
     adapter, served, rounding = merge.adapter, merge.config.quantize in SERVED, None
     assert adapter is not None
     label = FORMATS[merge.config.quantize].label
-    if served and quantize not in ("none", label):
+    if served and quantize != "none" and FORMATS[quantize].label != label:
         raise ValueError(f"the adapter was trained to be served in {label}: leave out --quantize {quantize}")
     if served and label not in FORMATS:
         raise ValueError(f"the adapter was trained to be served in {label}: write it with --gguf {label}")
-    made = FORMATS[label if served else "fp8_stored" if quantize == "fp8" else quantize]
-    if served:
-        specs, read = quantized_tensors(merge.specs, merge.read, made, merge.served, pack=merge.read_packed)
+    if served and quantize == "none":
+        stored = config_from_hf(read_config(base)).quantize
+        quantize = label if stored == "none" else stored
+    made = FORMATS["fp8_stored" if quantize == "fp8" else quantize]
+    specs, read = merge.specs, cast(Callable[[str], np.ndarray], merge.read)
+    if served:  # of experts in MXFP4 the tensors are the base's own, with other blocks
+        if not made.parts:
+            specs, read = quantized_tensors(specs, read, made, merge.served, pack=merge.read_packed)
     elif merge.config.quantize != "none" or adapter.config.dora or merge.config.moe:
         raise ValueError(f"--quantize {quantize}: merge first, then quantize the folder (--quantize with --base)")
     else:
-        matrices = linear_matrices(merge.specs, merge.config, made)
-        specs, read = quantized_tensors(merge.specs, merge.read, made, matrices)
+        matrices = linear_matrices(specs, merge.config, made)
+        specs, read = quantized_tensors(specs, read, made, matrices)
 
         def rounding(name: str, matrix: jax.Array) -> jax.Array:
             return dequantize(made.quantize(matrix), matrix.dtype) if name in matrices else matrix
 
     with atomic_folder(output) as temporary:
         copy_texts(base, temporary, specs)
-        entry = made.config(unquantized_modules(merge.config))
-        write_json(temporary / "config.json", read_config(temporary) | {"quantization_config": entry})
+        if not (served and made.parts):
+            describe_format(temporary, made, unquantized_modules(merge.config))
         _describe(merge, adapter, base, temporary)
         write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
         dtypes = merge.dtypes | {np.dtype(jnp.bfloat16)}
@@ -192,6 +200,7 @@ class MergedTensors:
         vision: TowerConfig | None = None,
     ):
         warn_of_adapter_inside(base, folder)
+        self._holding = Lock()
         self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
         loaded = None if folder is None else load_adapter(folder)
@@ -204,8 +213,9 @@ class MergedTensors:
         self._projector = {} if loaded is None else {n: x for n, x in loaded.beside_text.items() if not is_adapter(n)}
         if not own.tie_word_embeddings and not own.scores:
             untie_files(base, files)
-        how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
-        if how == own.quantize != "none":
+        trained: Storage = loaded.storage if loaded else "none"
+        how: Storage = storage or (trained if own.quantize == "none" or trained in SERVED else own.quantize)
+        if own.quantize != "none" and (how == own.quantize or how in SERVED):
             require_stored(base, own)
         self.config: DecoderConfig = own.quantized(how)
         if loaded and own.quantize == "none" != how:
@@ -225,10 +235,12 @@ class MergedTensors:
         self._stored = {name: found for name, shape in matrices.items() if (found := find_stored(files, name, shape))}
         stored = _expand_quantized(files.tensors, self._stored, matrices)
         self._deltas = {} if self.adapter is None else self._find_deltas(self.adapter, stored)
-        expands = any(experts_format(stored, name) for name in self._deltas)
-        self.specs = _merged_specs(stored, expands=expands)
+        in_parts = [name for name in self._deltas if experts_format(stored, name)]
+        self._blocks = {f"{name}_blocks": name for name in in_parts if self.config.quantize in SERVED}
+        self.specs = _merged_specs(stored, expands=bool(in_parts) and not self._blocks)
         for name, delta in self._deltas.items():
-            _require_fit(name, delta.shape, self.specs.get(name), folder, base)
+            if name not in self._blocks.values():
+                _require_fit(name, delta.shape, self.specs.get(name), folder, base)
         self._grow_specs(own)
         if self.adapter and self.adapter.scores:
             self.specs.pop(HEAD, None)
@@ -242,7 +254,7 @@ class MergedTensors:
         changed = self._deltas.keys() | (self._vocabulary if trains_vocabulary else {}).keys()
         changed |= ({SCORE} & self.specs.keys()) | self._projector.keys()
         rounded = self._quantized.keys() | self._experts.keys()
-        return {self.specs[name].dtype for name in changed | (rounded & self.specs.keys())}
+        return {self.specs[name].dtype for name in (changed | rounded) & self.specs.keys()}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
@@ -250,17 +262,24 @@ class MergedTensors:
             return self._read_vocabulary(name, self.adapter)
         if self.adapter and name == SCORE and self.adapter.scores:
             return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
+        if name in self._blocks:
+            return self._read_blocks(self._blocks[name])
         if name in self.served:
-            return np.asarray(self._held(name).merged(self._full_delta(name), self.specs[name].dtype))
+            held, spec = self._held_rows(name), self.specs[name]
+            delta, gain = self._change(name, held)
+            return np.asarray(held.merged(delta, spec.dtype, gain)).reshape(spec.shape)
         if name in self._projector:
             return self._projector[name].astype(self.specs[name].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
 
-    @property
+    @cached_property
     def served(self) -> dict[str, Shape]:
-        """Return the shapes of matrices that lie on the grid of the format in which they are served."""
-        return self._quantized if self.config.quantize in SERVED else {}
+        """Return the shapes of the folder's matrices that lie on the grid of the format in which they are served."""
+        if self.config.quantize not in SERVED:
+            return {}
+        apart = {name: part_shape(self._quantized[of], index) for name, (of, index) in self._experts.items()}
+        return {name: shape for name, shape in (self._quantized | apart).items() if name in self.specs}
 
     def packed_type(self, name: str) -> str | None:
         """Return the type in llama.cpp of a matrix on the grid of a K-quant; None of others."""
@@ -270,12 +289,41 @@ class MergedTensors:
 
     def read_packed(self, name: str) -> Any:
         """Return a served matrix with its adapter merged, as its format stores it."""
-        held = self._held(name)
-        return held.pack(held.codes(self._full_delta(name)))
+        held = self._held_rows(name)
+        return held.pack(held.codes(*self._change(name, held)))
 
-    def _full_delta(self, name: str) -> jax.Array | None:
-        delta = self._deltas.get(name)
-        return None if delta is None else jnp.matmul(delta.b, delta.a, precision="highest")
+    def _read_blocks(self, name: str) -> np.ndarray:
+        """Return the blocks [E, out, in/32, 16] of experts in MXFP4 with their adapter merged, one by one."""
+        delta, made = self._deltas[name], FORMATS[self.config.quantize]
+        stack = made.join({part: jnp.asarray(self._files.read(f"{name}_{part}")) for part in made.parts})
+        assert isinstance(stack, Stack) and isinstance(stack.rows, Served)
+        blocks = []
+        for expert, (b, a) in enumerate(zip(delta.b, delta.a, strict=True)):
+            held = stack.rows.part(slice(expert * stack.out, (expert + 1) * stack.out))
+            blocks.append(np.asarray(held.pack(held.codes(_product(b, a))).blocks))
+        return np.stack(blocks)
+
+    def _change(self, name: str, held: Served) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return an adapter's full delta of a matrix and, for DoRA, the factors of its rows; None without."""
+        if (delta := self._deltas.get(name)) is None:
+            return None, None
+        gain = None
+        if delta.magnitude is not None:
+            factors = jnp.asarray(delta.a), jnp.asarray(delta.b)
+            gain = magnitude_gain(held, *factors, jnp.asarray(delta.magnitude), dtype=jnp.float32)
+        return _product(delta.b, delta.a).reshape(held.shape), gain
+
+    def _held_rows(self, name: str) -> Served:
+        """Return a served matrix, or the rows of all matrices of a stack, as the model held it in training."""
+        parameter, index = self._experts.get(name, (name, None))
+        held = self._held(parameter)
+        rows = held.rows if isinstance(held, Stack) else held
+        assert isinstance(rows, Served)
+        if index is None:
+            return rows
+        expert, part = index
+        first = expert * held.out
+        return rows.part(slice(first + part.start, first + part.stop))
 
     def _find_deltas(self, adapter: Adapter, stored: Mapping[str, TensorInfo]) -> "dict[str, Delta]":
         out_first = find_family(self.config.model_type).parts.experts.transposed
@@ -301,7 +349,12 @@ class MergedTensors:
         return np.asarray(dequantize(self._held(name), dtype))
 
     def _held(self, name: str) -> Any:
-        """Return a quantized parameter as the model held it in training."""
+        """Return a quantized parameter as the model held it in training; threads that read its parts share it."""
+        with self._holding:
+            return self._hold(name)
+
+    @lru_cache(maxsize=1)  # noqa: B019  # likewise
+    def _hold(self, name: str) -> Any:
         value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
         sensitive = is_sensitive(name, self.config.num_hidden_layers)
         return hold_matrices(FORMATS[self.config.quantize], jax.tree.map(jnp.asarray, value), sensitive=sensitive)
@@ -322,6 +375,10 @@ class MergedTensors:
         size = max(config.vocab_size, self.adapter.vocab_size)
         for name in self._vocabulary:
             self.specs[name] = jax.ShapeDtypeStruct((size, config.hidden_size), self.specs[name].dtype)
+
+
+def _product(b: np.ndarray, a: np.ndarray) -> jax.Array:
+    return jnp.matmul(b, a, precision="highest")
 
 
 def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:

@@ -12,7 +12,7 @@ Quantize = Annotated[str, Choices(QUANTIZE)]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, int8, …"""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
-ServeAs = Literal["none", "nvfp4", "nf4", "q4_k_m"]
+ServeAs = Literal["none", "nvfp4", "nf4", "mxfp4", "q4_k_m"]
 """Formats to which adapters are merged and rounded while they train."""
 KVCache = Literal["auto", "fp8"]
 """Format of a cache of keys and values: the activations' dtype, or e4m3 with a scale for each token and head."""
@@ -27,12 +27,19 @@ GgufType = Literal["f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "m
 """Types of a GGUF file's matrices; the sensitive ones among them get more bits in the `_m` mixtures."""
 
 
-def served_storage(serve_as: str) -> Storage:
-    """Return the storage of weights that are merged with their adapters and rounded to a format."""
-    return f"served_{serve_as}"
+def served_storage(serve_as: str, *, stored: bool = False) -> Storage:
+    """Return the storage of weights that are merged with their adapters and rounded to a format.
+
+    Args:
+        serve_as: the format.
+        stored: the base's folder holds them in it already.
+    """
+    return f"served_{serve_as}_stored" if stored else f"served_{serve_as}"
 
 
-SERVED = [served_storage(name) for name in get_args(ServeAs)[1:]]
+STORED = {served_storage(name): served_storage(name, stored=True) for name in ("nvfp4", "nf4")}
+"""Storages of `--serve-as` by those of folders in 16 bits; experts in MXFP4 are always stored so."""
+SERVED = [*map(served_storage, get_args(ServeAs)[1:]), *STORED.values()]
 """Storages of `--serve-as`."""
 
 

@@ -18,6 +18,7 @@ OUTPUT_GATE = "output_gate"
 LOW_RANK = "lora_hidden"
 ROUTING = "routing"
 EXPERT_GATE_UP = "expert_gate_up"
+MERGED = "merged_weight"
 
 LAYER_VALUES = {
     LAYER_INPUT: "the layer's input, the residual stream [B, T, D]",
@@ -43,6 +44,8 @@ LAYER_VALUES = {
     OUTPUT_GATE: "in linear attention, the gate of its output [B, T, N·V]",
     LOW_RANK: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",
+    MERGED: "with --serve-as, the matrix of each linear layer with its adapter merged and rounded [out, in], whatever"
+    " the tokens; kept only where it is named, or with none",
     EXPERT_GATE_UP: "the gate and up projections of the experts, in the experts' order [B·T·X, 2F]",
 }
 """Description of every name."""

@@ -13,6 +13,10 @@ def file_of_function(text: str) -> str | None:
     return text.partition("?")[0].rpartition(":")[0] or None
 
 
+def _is_on(choice: str) -> bool:
+    return choice == "on"
+
+
 def _is_base(teacher: str | None) -> bool:
     return teacher == "base"
 
@@ -62,6 +66,17 @@ class RolloutConfig(Config):
     """The most episodes under way at once; by default all of a generation."""
     max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """The most answers that are written at once; by default as many as memory holds."""
+    exact_sampling: Annotated[
+        Literal["auto", "on", "off"],
+        Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),
+        Excludes("lmbda", "answers of the rows were not sampled", when=_is_on),
+        Excludes("temperature", "kernels of the loss are for 1", lambda temperature: temperature != 1, when=_is_on),
+        Excludes("dropout", "sampling drops no inputs", when=_is_on),
+        Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none", when=_is_on),
+        Excludes("attention", "it has an attention of its own", when=_is_on),
+    ] = "auto"
+    """Sample with the very bits of training, whatever is decoded together: log-probabilities of sampling are then those
+    of the loss, and ratios of the first update are 1. auto is off until rates of GPUs are known."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

@@ -17,7 +17,8 @@ from jaxglue.ops.row_split import CONTEXT
 from jaxglue.sharding.mesh import batch_specs, put_on_mesh
 from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
 
-_ARRAY = r"(\.codes|\.values|\.scales|\.absmax|\.divisors)?"
+_SERVED = "matrix|scale|minimum|scale_levels|minimum_levels|top|seeds"
+_ARRAY = rf"((\.stored)?\.(codes|values|scales|absmax|divisors|{_SERVED}))?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions

@@ -13,6 +13,7 @@ from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.objectives.config import DistillSettings
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.choices import SERVED
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.attention import attention_shape
@@ -27,6 +28,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
     if model.quantize != "none" == config.model.storage and not config.model.random_weights:
         require_stored(config.model.folder, model)
     _check_full_fine_tuning(config, model)
+    _check_served_experts(model)
     _check_per_layer(config, model)
     check_muon(config, model)
     if config.model.embeddings == "host" and model.tie_word_embeddings and model.per_layer is None:
@@ -127,6 +129,16 @@ def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
         "--method lora without --new-tokens and without --modules-to-save or --targets embed_tokens or "
         "--trainable-token-indices"
     )
+
+
+def _check_served_experts(model: DecoderConfig) -> None:
+    """Raise ValueError where no folder of the model can hold its experts as they are trained to be served."""
+    made, together = FORMATS[model.quantize], find_family(model.model_type).parts.experts.stored == "together"
+    if model.moe and model.quantize in SERVED and made.label == "nvfp4" and together:
+        raise ValueError(
+            f"{made.flag}: folders of {model.model_type} hold all experts as one tensor, which NVFP4 cannot: use "
+            "--serve-as q4_k_m"
+        )
 
 
 def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:

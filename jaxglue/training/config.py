@@ -151,12 +151,11 @@ class ModelConfig(Config):
     ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
-    serve_as: Annotated[
-        ServeAs, *(Excludes(name, "adapters are merged as they are") for name in ("dora", "dropout"))
-    ] = "none"
-    """Train the adapter for a model that is served with it merged and rounded to NVFP4 (vLLM), NF4, or Q4_K_M
-    (llama.cpp): products are with the merge on that format's grid, as jaxglue export writes it. A plain merge into four
-    bits loses much of what a small adapter learned."""
+    serve_as: Annotated[ServeAs, Excludes("dropout", "adapters are merged as they are")] = "none"
+    """Train the adapter for a model that is served with it merged and rounded to NVFP4 (vLLM), NF4, MXFP4 (GPT-OSS's
+    experts), or Q4_K_M (llama.cpp): products are with the merge on that format's grid, as jaxglue export writes it. A
+    plain merge into four bits loses much of what a small adapter learned. A folder in the format already stays in four
+    bits."""
     matmul: Matmul = "bf16"
     """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
     byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""

@@ -21,6 +21,7 @@ from jaxglue.hf.draft import DRAFT_FILE, write_draft
 from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
+    TRAINED_FILE,
     ExportCheck,
     ExportRows,
     Part,
@@ -32,6 +33,7 @@ from jaxglue.hf.export_check import (
     predict,
     random_rows,
     rounding_limit,
+    trained_rows,
 )
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
@@ -94,7 +96,7 @@ def write_result(
 
     def export(name: str, state: TrainState) -> Path:
         path, head = output.path / name, draft(state) if draft else None
-        with output.writing(name, ROWS_FILE):
+        with output.writing(name, ROWS_FILE, TRAINED_FILE):
             all_weights = {**state.trainable, **_random_tower(run, state)}
             export_result(run, all_weights, path, base, write=processes.is_main, draft=head)
             if run.objective.reads:
@@ -197,6 +199,9 @@ def check_export(
     check.require(result)
     check.save(result)
     loss_rows.save(result.parent / ROWS_FILE)
+    store = run.data.train.store
+    if store.images is None and (kept := trained_rows(store.tokens, store.offsets)):
+        kept.save(result.parent / TRAINED_FILE)
     return check
 
 

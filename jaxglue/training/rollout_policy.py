@@ -106,7 +106,12 @@ class TrainedPolicy:
         self._parts, self._tokenizer = parts, run.tokenizer
         self._processor = next((reader.rules.processor for reader in run.data.readers), None)
         self._engine = Engine(
-            parts.graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention, as_written=True
+            parts.graphdefs,
+            run.model,
+            dtype=run.dtype,
+            attention=run.workload.attention,
+            as_written=True,
+            exact=run.workload.exact,
         )
         sampling = SamplingConfig(
             max_tokens=plan.config.max_completion_length,

@@ -45,6 +45,16 @@ def test_the_loop_over_experts_equals_grouped_matmuls(transpose):
     assert counts[-1] == 0 and counts[0] > M // 2  # of an expert without tokens, and one with several tiles
 
 
+def test_the_loop_that_reads_sizes_on_the_host_drops_no_token():
+    import moe_routing
+
+    layer = moe_routing.Layer(D=D, F=F, E=3, X=K, order="softmax_topk", activation="swiglu", transpose=True)
+    x, gate_up, down, _ = (value.astype("float32") for value in moe_routing.random_inputs(layer, 160))
+    logits = moe_routing.router_logits(layer, 160, "skewed").at[:, 0].add(5.0)  # 160 of the first: three times 64
+    found, wanted = (moe_routing.functions(layer, way)[0](x, logits, gate_up, down) for way in ("masked loop", "ours"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_bounds_that_every_layer_finds_again_are_those_of_the_batch():
     from packed_metadata import bounds_from_ids
 

@@ -20,7 +20,7 @@ from jaxglue.ops.segments import pack_segments
         ("offload", set(), {"layer_input"}),
         ("offload:layer_input,attention_out; save:query,key", {"query", "key"}, {"layer_input", "attention_out"}),
         ("save: gate , up", {"gate", "up"}, set()),
-        ("dots; offload:gate", set(names.LAYER_VALUES) - {"layer_input", "gate"}, {"gate"}),
+        ("dots; offload:gate", set(names.LAYER_VALUES) - {"layer_input", "gate", "merged_weight"}, {"gate"}),
         ("offload; save:layer_input", set(), set()),
     ],
 )

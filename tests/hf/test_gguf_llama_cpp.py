@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
-from selection import repeat, repeats
+from selection import repeat, repeats, thorough
 from split_texts import MARKS, PIECES, split_texts
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -20,10 +20,12 @@ from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.export_check import TRAINED_FILE, trained_rows
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.models import config_from_hf
@@ -511,6 +513,24 @@ def test_command_measures_importance_on_data(make_folder, write_jsonl, chat_rows
     assert changed == matrices
 
 
+def test_rows_that_a_run_kept_weigh_errors_unless_told_not_to(make_folder, make_adapter, tmp_path):
+    adapter, rng = make_adapter(make_folder("qwen3"), ("q_proj",)), np.random.default_rng(0)
+    offsets = np.cumsum([0, *rng.integers(1, 900, 20)])
+    kept = trained_rows(rng.integers(0, 420, offsets[-1], dtype=np.int32), offsets)
+    assert kept.tokens.shape[1] == 512
+    assert int((kept.segments.segment_ids > 0).sum()) == np.minimum(np.diff(offsets), 512).sum(), "all documents"
+    kept.save(adapter.parent / TRAINED_FILE)
+    flags = ["export", "--gguf", "q4_k_m", "--adapter", str(adapter), "--output"]
+    main([*flags, str(tmp_path / "weighed")])
+    main([*flags, str(tmp_path / "plain"), "--imatrix", "none"])
+    weighed, plain = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name / f"{name}-q4_k_m.gguf").tensors}
+        for name in ("weighed", "plain")
+    )
+    changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
+    assert changed == {name for name in plain if name.startswith("blk.") and "norm" not in name}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -524,3 +544,37 @@ def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", "--base", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
     assert message in capsys.readouterr().err
+
+
+@thorough("hf/test_serve_as.py")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family, make_folder, make_adapter, tmp_path):
+    folder = make_folder(family)
+    targets = ("q_proj", "v_proj", "down_proj", *(("gate_up_proj",) if family == "qwen3_moe" else ()))
+    adapter = make_adapter(folder, targets)
+    config, trained = LoraConfig(rank=4, alpha=16.0, targets=targets), load_adapter(adapter)
+    recorded = {**identify(folder), "quantize": "served_q4_k_m"}
+    save_adapter(adapter, trained.tensors, config, str(folder), recorded)
+    main(["export", "--gguf", "q4_k_m", "--adapter", str(adapter), "--output", str(tmp_path / "tuned")])
+    file = tmp_path / "tuned/tuned-q4_k_m.gguf"
+    merged = MergedTensors(folder, adapter)
+    tensors = {name: merged.read(name).astype(np.float32) for name in merged.specs}
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, of in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
+        tensors[name] = gguf.dequantize(written[of].data, written[of].tensor_type)
+    save_tensors(tmp_path / "read", tensors)
+    shutil.copy(folder / "config.json", tmp_path / "read")
+    tokenizer, (weights, count) = load_tokenizer(folder), (np.zeros(SIZES["vocab_size"], np.float32), 33)
+    hidden = [index for index in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([index])]
+    weights[[*ENDS, *hidden, *range(len(tokenizer), len(weights))]] = -100  # the server tells no probabilities of these
+    row = np.random.default_rng(0).choice(np.flatnonzero(weights == 0), count).tolist()
+    prompts = [row[:end] for end in range(1, len(row))]
+    bias = [[int(index), -100] for index in np.flatnonzero(weights)]
+    answer = ask(model=file, prompts=prompts, tokens=1, probs=len(weights), bias=bias)
+    theirs = []
+    for found, target in zip(answer["prompts"], row[1:], strict=True):
+        by_token = {top["id"]: top["logprob"] for top in found["completion_probabilities"][0]["top_logprobs"]}
+        theirs.append(by_token[target])
+    logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1] + weights
+    ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0]
+    assert np.mean(theirs) == pytest.approx(float(ours.mean()), rel=1e-3)

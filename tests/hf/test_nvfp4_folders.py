@@ -23,6 +23,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, quantized_names, split_model
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, quantize_matrix
+from jaxglue.ops.quant.nvfp4 import encode_nvfp4
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NVFP4 = FORMATS["nvfp4"]
@@ -48,6 +49,22 @@ def folder(tmp_path_factory, tiny_config):
     save_tensors(folder := tmp_path_factory.mktemp("nvfp4") / "model", stored)
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": ENTRY}))
     return folder
+
+
+def test_values_are_those_of_modelopt():
+    files, made = TensorFiles([GOLDENS / "modelopt.safetensors"]), FORMATS["nvfp4_modelopt"]
+    matrix, expected = files.read("matrix"), files.read("values")
+    read = jax.tree.map(jnp.asarray, made.find(files, "weight", matrix.shape).read(files))
+    np.testing.assert_array_equal(dequantize(read, jnp.float32), expected)
+    ours = encode_nvfp4(jnp.asarray(matrix), read.scales, read.divisors[0])
+    np.testing.assert_array_equal(dequantize(ours, jnp.float32), expected)
+    stored = made.tensors("weight", ours)
+    assert {name: (x.shape, x.dtype) for name, x in stored.items()} == {
+        name: (files.tensors[name].shape, files.tensors[name].dtype) for name in stored
+    }
+    fitted = np.asarray(dequantize(made.quantize(jnp.asarray(matrix)), jnp.float32))
+    errors = [np.square(values - matrix.astype(np.float32)).sum() for values in (fitted, expected)]
+    assert errors[0] < 0.95 * errors[1], "scales of least square error"
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -213,8 +213,9 @@ class _Layout:
     def _from_experts(self, name: str, parts: list[str]) -> GgufTensor:
         """Return the stack of experts that the checkpoint holds one by one."""
         parts = sorted(parts, key=lambda part: int(_expert(part)))
-        shape = (len(parts), *self._specs[parts[0]].shape)
-        return self._make(name, shape, tuple(parts), lambda: (partial(self._tensors.read, part) for part in parts))
+        shape, packed = (len(parts), *self._specs[parts[0]].shape), self._tensors.packed_type(parts[0])
+        read = self._tensors.read_packed if packed else self._tensors.read
+        return self._make(name, shape, tuple(parts), lambda: (partial(read, part) for part in parts), packed=packed)
 
     def _from_stack(self, name: str, match: re.Match[str]) -> Iterator[GgufTensor]:
         """Yield the halves of a stack of all experts: interleaved in GPT-OSS, one after the other in Qwen3-MoE."""

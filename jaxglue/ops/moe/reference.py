@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, weighted_bias
+from jaxglue.ops.projection.served import are_served, merge_experts
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import Quantized
 
@@ -87,12 +88,19 @@ def reference_grouped_matmul(
     transpose_rhs: bool,
 ) -> Float[Array, "S N"]:
     """Compute `grouped_matmul`."""
-    matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, Quantized) else rhs
+    served = False
+    if adapter is not None and are_served(rhs):
+        served, fixed = True, jax.lax.stop_gradient(adapter)
+        matrices = merge_experts(rhs, fixed.A, fixed.B, lhs.dtype, backend="reference")
+    else:
+        matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, Quantized) else rhs
     out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out
-    low_rank = adapter.keep_used(_matmul(lhs, adapter.A.mT, groups, None))
-    return out + _matmul(low_rank, adapter.B.mT, groups, None)
+    low_rank = adapter.keep_used(_matmul(jax.lax.stop_gradient(lhs) if served else lhs, adapter.A.mT, groups, None))
+    beside = _matmul(low_rank, adapter.B.mT, groups, None)
+    # Rounding has no slope: the adapter is within the matrices, and has the gradients of a product beside theirs.
+    return out + (beside - jax.lax.stop_gradient(beside) if served else beside)
 
 
 def _matmul(lhs, rhs, groups: GroupMetadata, bias) -> Float[Array, "S N"]:

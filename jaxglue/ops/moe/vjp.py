@@ -14,6 +14,7 @@ from jaxglue.ops import names
 from jaxglue.ops.moe.reference import Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, weighted_bias_gradients
 from jaxglue.ops.projection.fp8 import encode
+from jaxglue.ops.projection.served import are_served, merge_experts
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -148,6 +149,8 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
         low_rank = adapter.keep_used(matmul(rows, A, None, transpose_rhs=True))
         low_rank = checkpoint_name(low_rank, names.LOW_RANK)
         term = ExpertLowRank(low_rank, B, True)
+        if are_served(rhs):
+            rhs, term = merge_experts(rhs, adapter.A, adapter.B, lhs.dtype), None
     own_bias = None if spec.exchange == "combine" else bias
     out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)
     if spec.exchange != "combine":
@@ -210,7 +213,10 @@ def _backward(spec, r: _GroupedResiduals, dout):
         dout = jnp.zeros(dout.shape, dout.dtype)
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
     term, dadapter = _adapter_backward(spec, r, lhs, drows)
-    dlhs = _multiply(spec, drows, r.rhs, None, r.groups, term, transpose_rhs=not spec.transpose_rhs)
+    rhs = r.rhs
+    if r.adapter is not None and are_served(r.rhs):  # merged anew; gradients to the adapter are as beside the matrices
+        rhs, term = merge_experts(r.rhs, r.adapter.A, r.adapter.B, dout.dtype), None
+    dlhs = _multiply(spec, drows, rhs, None, r.groups, term, transpose_rhs=not spec.transpose_rhs)
     if spec.exchange == "dispatch":
         assert r.routing is not None
         dlhs = spec.kernels.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)

@@ -32,6 +32,7 @@ from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, shrink
+from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
@@ -56,6 +57,7 @@ __all__ = [
     "projections_read_fp8",
     "ranks_of",
     "shared_down",
+    "used_ranks",
 ]
 
 
@@ -76,8 +78,8 @@ def adapted_projection(
     """
     if (kernels := load_few_rows(FewRowsCall.of(x, projections, conditions))) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
-    if (ranks := ranks_of(projections, conditions)) is not None:
-        return _apply_by_ranks(x, projections, conditions, stream, ranks)
+    if ranks_of(projections, conditions) is not None and not StaticConditions.of(conditions).exact:
+        return _apply_by_ranks(x, projections, conditions, stream)
     if any(projection.is_served for projection in projections):
         return _apply_served(x, projections, conditions, stream)
     call = ProjectionCall.of(projections, conditions, onto_stream=stream is not None)
@@ -152,32 +154,33 @@ def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, 
     """
     assert not isinstance(x, FP8Rows)
     x, *copies = fan_out(x, 1 + len(projections))
+    adapters = {index: p.adapter for index, p in enumerate(projections) if p.is_served and p.adapter is not None}
+    gains = {index: _gain(projections[index], adapter, x.dtype) for index, adapter in adapters.items()}
     products = [
-        multiply_merged(copy, p.weight, p.adapter)
-        if p.is_served and p.adapter is not None
+        multiply_merged(copy, p.weight, adapters[index], jax.lax.stop_gradient(gains[index]))
+        if index in adapters
         else multiply(copy, [p], conditions)[0]
-        for p, copy in zip(projections, copies, strict=True)
+        for index, (p, copy) in enumerate(zip(projections, copies, strict=True))
     ]
-    served = [index for index, p in enumerate(projections) if p.is_served and p.adapter is not None]
-    adapters = [projections[index].adapter for index in served]
-    low_rank = _shrink(jax.lax.stop_gradient(x), [adapter for adapter in adapters if adapter is not None], conditions)
+    low_rank = _shrink(jax.lax.stop_gradient(x), list(adapters.values()), conditions)
     if low_rank is not None:
-        ups = [adapter.up for adapter in adapters if adapter is not None]
-        through = lora_straight_through([products[index] for index in served], low_rank, ups)
-        for index, product in zip(served, through, strict=True):
-            products[index] = product
+        ups = [_scaled_rows(adapter.up, jax.lax.stop_gradient(gains[index])) for index, adapter in adapters.items()]
+        through = lora_straight_through([products[index] for index in adapters], low_rank, ups)
+        for (index, gain), product in zip(gains.items(), through, strict=True):
+            # One in value, and the magnitude's gradient is that of a factor of the product's columns.
+            one = None if gain is None else (gain / jax.lax.stop_gradient(gain)).astype(x.dtype)
+            products[index] = product if one is None else product * one
     products = _add_biases(projections, products)
     return products if stream is None else [stream + reduce_from(products[0])]
 
 
-def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ranks) -> list[Array]:
+def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     """Apply the weights alone, and add the products of each token's own ranks; there are no gradients."""
     assert not isinstance(x, FP8Rows)
     products = adapted_projection(x, [replace(projection, adapter=None) for projection in projections], conditions)
     adapters = {index: p.adapter for index, p in enumerate(projections) if p.adapter is not None}
     low_rank = shrink(x, jnp.concatenate([adapter.A for adapter in adapters.values()]))
-    low_rank = low_rank.reshape(*x.shape[:-1], len(adapters), -1)
-    low_rank = jnp.where(ranks[:, None], low_rank, 0)
+    low_rank = used_ranks(low_rank, conditions, len(adapters)).reshape(*x.shape[:-1], len(adapters), -1)
     for row, (index, adapter) in enumerate(adapters.items()):
         expanded = project(low_rank[..., row, :], adapter.up, jnp.float32)
         products[index] = (products[index] + expanded).astype(x.dtype)
@@ -186,16 +189,43 @@ def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ra
 
 def base_products(x, projections: Sequence[Projection], conditions: Conditions) -> tuple[list[Array], Array | None]:
     """Return the products with the weights alone, and the input at the ranks of all adapters, None without any."""
+    if StaticConditions.of(conditions).in_one_order:
+        return _products_in_one_order(x, projections, conditions)
     in_fp8 = conditions.fp8 and all(projection.is_for_fp8 for projection in projections)
     groups = [projections] if in_fp8 else [[projection] for projection in projections]  # FP8 weights quantize x once
     x, *copies = fan_out(x, 1 + len(groups))
     products = [y for group, copy in zip(groups, copies, strict=True) for y in multiply(copy, group, conditions)]
-    return products, _shrink(x, [p.adapter for p in projections if p.adapter is not None], conditions)
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    low_rank = _shrink(x, adapters, conditions)
+    return products, None if low_rank is None else used_ranks(low_rank, conditions, len(adapters))
+
+
+def _products_in_one_order(x, projections: Sequence[Projection], conditions) -> tuple[list[Array], Array | None]:
+    """Do as `base_products` in one launch, with adapters' first matrices as one more weight."""
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    weights = [projection.weight for projection in projections]
+    if not adapters:
+        return ordered_products(x, weights), None
+    *products, low_rank = ordered_products(x, [*weights, shared_down(projections)])
+    return products, used_ranks(low_rank, conditions, len(adapters))
+
+
+def used_ranks(low_rank: Float[Array, "*B ranks"], conditions: Conditions, adapters: int = 1) -> Array:
+    """Return the input at the ranks of so many adapters, with zeros for those that a token does not use."""
+    if (ranks := getattr(conditions, "ranks", None)) is None:
+        return low_rank
+    of_each = low_rank.reshape(*low_rank.shape[:-1], adapters, -1)
+    return jnp.where(ranks[:, None], of_each, 0).reshape(low_rank.shape)
 
 
 def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], conditions: Conditions) -> list[Array]:
     """Compute x·Wᵀ of weights for FP8 together, or of a single one in another format."""
     weights = [projection.weight for projection in projections]
+    static = StaticConditions.of(conditions)
+    if static.in_one_order:
+        return ordered_products(x, weights)
+    if static.exact:
+        return [ordered_product(x, weight.astype(x.dtype)) for weight in weights]
     if conditions.fp8 and projections[0].is_for_fp8:
         return project_fp8(x, weights)
     return [project_quantized(x, weight) if is_quantized(weight) else project(x, weight) for weight in weights]
@@ -228,7 +258,8 @@ def _shrink(x, adapters: Sequence[LowRankAdapter], conditions: Conditions) -> Fl
     if not adapters:
         return None
     if conditions.dropout_key is None or not any(adapter.dropout for adapter in adapters):
-        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]))
+        exact = StaticConditions.of(conditions).exact
+        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]), exact)
     else:
         parts = [lora_shrink(adapter.drop(x, conditions.dropout_key), adapter.A) for adapter in adapters]
         low_rank = jnp.concatenate(parts, axis=-1)
@@ -239,14 +270,24 @@ def _add_adapters(projections: Sequence[Projection], products: list[Array], low_
     adapters = {index: p.adapter for index, p in enumerate(projections) if p.adapter is not None}
     if low_rank is not None:
         ups = [adapter.up for adapter in adapters.values()]
-        for (index, adapter), up, expanded in zip(adapters.items(), ups, lora_expand(low_rank, ups), strict=True):
+        for (index, adapter), expanded in zip(adapters.items(), lora_expand(low_rank, ups), strict=True):
             total = products[index] + expanded
-            if adapter.magnitude is not None:
-                weight, magnitude = projections[index].weight, adapter.magnitude
-                gain = magnitude_gain(weight, adapter.A, up, magnitude, dtype=total.dtype)
+            if (gain := _gain(projections[index], adapter, total.dtype)) is not None:
                 total = (total * gain).astype(total.dtype)
             products[index] = total
     return _add_biases(projections, products)
+
+
+def _gain(projection: Projection, adapter: LowRankAdapter, dtype) -> Array | None:
+    """Return the factor of each row of a weight with its adapter; None without a magnitude."""
+    if adapter.magnitude is None:
+        return None
+    exact = jnp.float32 if projection.is_served else dtype  # an export finds the same levels
+    return magnitude_gain(projection.weight, adapter.A, adapter.up, adapter.magnitude, dtype=exact)
+
+
+def _scaled_rows(matrix: Float[Array, "out R"], gain: Float[Array, " out"] | None) -> Float[Array, "out R"]:
+    return matrix if gain is None else gain[:, None] * matrix
 
 
 def _add_biases(projections: Sequence[Projection], outputs: list[Array]) -> list[Array]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops import names
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
+from jaxglue.ops.quant.served import Served
 
 
 @jax.jit
@@ -37,6 +38,8 @@ def magnitude_gain(
 
 def matrix(weight: Any, dtype) -> Float[Array, "out in"]:
     """Return a weight as it is, or expanded to `dtype` if it is quantized."""
+    if isinstance(weight, Served):
+        return weight.original(dtype)
     return dequantize(weight, dtype) if is_quantized(weight) else weight
 
 

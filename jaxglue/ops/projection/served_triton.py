@@ -13,7 +13,7 @@ from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.served_kernels import merge_kernel
 from jaxglue.ops.projection.triton import rank_lanes
 from jaxglue.ops.quant.nf4 import VALUES
-from jaxglue.ops.quant.served import Served, ServedNF4
+from jaxglue.ops.quant.served import Served, ServedNF4, ServedStored
 
 _TILE = (64, 128)
 """Rows and columns of a program."""
@@ -26,24 +26,36 @@ class TritonMerge(Launcher):
     precision: str = "tf32"
     """Of the product of the adapter's matrices."""
 
-    def merge(self, weight: Served, A: Float[Array, "R in"], up: Float[Array, "out R"], dtype) -> Array:
+    def merge(
+        self, weight: Served, A: Float[Array, "E R in"], up: Float[Array, "E out R"], dtype, gain: Array | None = None
+    ) -> Array:
         """See `MergeBackend`."""
-        (rows, columns), (step, low, top), (block_n, block_k) = weight.shape, weight.levels, _TILE
-        table = np.array(VALUES if isinstance(weight, ServedNF4) else (0.0,), np.float32)
+        (experts, rows, rank), columns, (block_n, block_k) = up.shape, A.shape[2], _TILE
+        step, low, top = weight.levels
+        stored = weight.coding if isinstance(weight, ServedStored) else None
+        of_nf4 = isinstance(weight, ServedNF4) or (stored is not None and stored.high_first)
+        table = np.array(VALUES if of_nf4 else (0.0,), np.float32)
+        if stored is not None:
+            table = np.concatenate([stored.values, *stored.cells])
         constants = {
             "OUT": rows,
             "IN": columns,
-            "R": len(A),
+            "R": rank,
             "SHARED": weight.block,
-            "VALUES": len(table) if len(table) > 1 else 0,
+            "VALUES": len(VALUES) if of_nf4 else 0,
             "LEVELS": low is not None,
-            "BLOCK_R": rank_lanes(len(A)),
+            "STORED": stored is not None,
+            "HIGH_FIRST": stored is not None and stored.high_first,
+            "GAIN": gain is not None,
+            "BLOCK_R": rank_lanes(rank),
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
             "PRECISION": self.precision,
         }
-        arrays = weight.matrix, A, up, step, step if low is None else low, step if top is None else top
+        values, seeds = (weight.packed, weight.seeds) if isinstance(weight, ServedStored) else (weight.matrix, step)
+        unused = (step if array is None else array for array in (low, top))
+        arrays = values, A, up, step, *unused, seeds, jnp.asarray(table), step if gain is None else gain
         out_type = jax.ShapeDtypeStruct(weight.shape, dtype)
-        grid = triton.cdiv(rows, block_n), triton.cdiv(columns, block_k)
+        grid = triton.cdiv(rows, block_n), triton.cdiv(columns, block_k), experts
         cost = KernelCost(kind=KernelKind.ROWS)
-        return self._launch(merge_kernel, (*arrays, jnp.asarray(table)), (out_type,), grid, constants, cost=cost)[0]
+        return self._launch(merge_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]

@@ -14,6 +14,7 @@ from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
 from jaxglue.ops.quant.nf4 import NF4
+from jaxglue.ops.quant.served import ServedStored
 from jaxglue.ops.quant.stack import Stack
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
@@ -76,6 +77,7 @@ def dequantize(weight: Quantized, dtype=jnp.bfloat16, *, backend: str = "auto") 
     """
     if isinstance(weight, Stack):
         return dequantize(weight.rows, dtype, backend=backend).reshape(weight.shape)
+    weight = _as_stored(weight)
     return dequantize_with(DEQUANTIZE.load(DequantizeCall(weight=weight), backend=backend), weight, dtype)
 
 
@@ -113,4 +115,10 @@ def project_quantized(x: Float[Array, "*B in"], weight: Quantized, *, backend: s
     Raises:
         ValueError: a named backend that cannot serve.
     """
+    weight = _as_stored(weight)
     return project(DEQUANTIZE.load(DequantizeCall(weight=weight), backend=backend), x, weight)
+
+
+def _as_stored(weight: Quantized) -> Quantized:
+    """Return a weight without an adapter as its folder has it, for which there may be kernels."""
+    return weight.stored if isinstance(weight, ServedStored) else weight

@@ -126,6 +126,10 @@ class WeightFormat:
         """
         return matrix if isinstance(matrix, Quantized) else self.quantize(matrix)
 
+    def accepts(self, weight: Quantized) -> bool:
+        """Return whether a model in this format can hold a weight that its folder has quantized."""
+        return type(weight) is self.weight
+
     def reads(self, config: Mapping[str, Any]) -> bool:
         """Return whether `quantization_config` in config.json names this format.
 
@@ -161,6 +165,10 @@ class WeightFormat:
     def config(self, unquantized: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the `quantization_config` of a folder, with these modules beside decoder layers left as they are."""
         raise NotImplementedError
+
+    def beside(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return further JSON files of a folder with this `quantization_config`, by name."""
+        return {}
 
     def divides(self, matrices: Shape, devices: int) -> bool:
         """Return whether each of the devices may hold an equal share of the experts' matrices [E, out, in]."""

@@ -99,9 +99,19 @@ def quantize_mxfp4(values: Float[Array, "*B I"]) -> MXFP4:
     return MXFP4(blocks=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales.astype(jnp.uint8))
 
 
-def encode_e2m1(values: Float[Array, "*B"]) -> UInt8[Array, "*B"]:
-    """Round float32 to the nearest e2m1, of two equally near to the smaller; zeros are positive."""
-    codes = sum((jnp.abs(values) > middle).astype(jnp.uint8) for middle in _MIDDLES)
+def encode_e2m1(
+    values: Float[Array, "*B"], unit: Float[Array, "*#B"] | float = 1.0, *, to_even: bool = False
+) -> UInt8[Array, "*B"]:
+    """Round float32 in this unit to the nearest e2m1; zeros are positive.
+
+    Args:
+        values: to encode.
+        unit: of the codes' values, of few bits: its products with the middles are exact, where a quotient is not.
+        to_even: of two equally near take the even one, otherwise the smaller.
+    """
+    magnitudes, bounds = jnp.abs(values), [middle * unit for middle in _MIDDLES]
+    above = [magnitudes >= x if to_even and index % 2 else magnitudes > x for index, x in enumerate(bounds)]
+    codes = sum(each.astype(jnp.uint8) for each in above)
     return codes | jnp.where((values < 0) & (codes > 0), jnp.uint8(8), jnp.uint8(0))
 
 
@@ -119,6 +129,11 @@ def _power_of_two(scales: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     scales = scales.astype(jnp.int32)
     bits = jnp.where(scales == 0, 1 << 22, scales << 23)
     return jnp.where(scales == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def block_factors(quantized: MXFP4) -> Float[Array, "*B I/32"]:
+    """Return the scales of the blocks, float32."""
+    return _power_of_two(quantized.scales)
 
 
 def mxfp4_scale(std: float) -> int:
