@@ -115,7 +115,7 @@ def _tensors(vision: TowerConfig, tensors: Tensors, source: str) -> Iterator[Ggu
         if name == "visual.patch_embed.proj.weight":  # a matrix for each frame
             for frame in range(shape[2]):
                 suffix = f".{frame}" if frame else ""
-                own = partial(lambda frame: tensors.read(source)[:, :, frame], frame)
+                own = partial(lambda frame: np.ascontiguousarray(tensors.read(source)[:, :, frame]), frame)
                 yield _made(f"v.patch_embd.weight{suffix}", (*shape[:2], *shape[3:]), source, own)
             return
         yield _made(_qwen_name(vision, name), shape, source, read)
