@@ -5,7 +5,7 @@
 
 GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses a
 fair share of the games is won by halving what is left. A Qwen3 of about 100,000 parameters with a token for each number
-first learns the form from random guesses, and then has 150 steps of DAPO on 8 games × 16 episodes. The control's
+first learns the form from random guesses, and then has 150 steps of DAPO on 4 games × 16 episodes. The control's
 rewards are those of other episodes of the step.
 """
 
@@ -102,11 +102,11 @@ def reward(folder: Path, name: str, steps: int, change: Callable[..., Any], lear
             environment=f"textarena?game={GAME}",
             max_turns=TURNS,
             num_generations=16,
-            generation_batch_size=128,
-            max_episodes=64,
+            generation_batch_size=64,
+            max_episodes=32,
             max_completion_length=64,
             seq_len=512,
-            batch_size=4,
+            batch_size=2,
             learning_rate=learning_rate,
             schedule="constant",
             steps=steps,
