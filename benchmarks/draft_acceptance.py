@@ -4,7 +4,7 @@
 
 A hybrid of bytes and its draft head learn Python together from random weights; then adapters on English text (this
 repository's documentation) train with each `--train-draft`. Shares are Σ min(p, q) over the vocabulary at temperature
-1, and of equal largest logits, of held-out tokens.
+1, and of equal largest logits, of held-out tokens. Runs that would probably end after --minutes are left out.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import jax
@@ -68,6 +69,12 @@ def train(model: Path, data: Path, output: Path, steps: int, *flags: str) -> dic
     return read_json(output / "summary.json")
 
 
+def save(path: Path | None, results: list[dict]) -> None:
+    """Write the results so far, if to a file."""
+    if path is not None:
+        write_results(path, results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True)
@@ -78,10 +85,11 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--megabytes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # leave the GPU to the runs
-    scratch = args.scratch
+    scratch, begun, last = args.scratch, time.monotonic(), 0.0
     (scratch / "start").mkdir(parents=True, exist_ok=True)
     write_base(scratch / "start", args.layers, args.width)
     write_rows(scratch / "python.jsonl", Path(sysconfig.get_paths()["stdlib"]), "*.py", args.megabytes)
@@ -92,7 +100,12 @@ def main() -> None:
         *("--method", "full", "--learning-rate", "1e-3", "--train-draft", "with", *rows),
     )
     results = [{"text": "the base's own", "head": "trained with the base", **base["drafts"]["trained"]}]
+    save(args.json, results)
     for when in ("with", "after"):
+        tuning = time.monotonic()
+        if tuning - begun + last > 60 * args.minutes:
+            print(f"trained {when}: left out after {(tuning - begun) / 60:.0f} minutes", flush=True)
+            continue
         tuned = train(
             *(scratch / "base/model", scratch / "documentation.jsonl", scratch / when, args.tuning_steps),
             *("--learning-rate", "1e-3", "--train-draft", when, "--draft-method", "full", *rows),
@@ -100,9 +113,9 @@ def main() -> None:
         if when == "with":
             results.append({"text": "tuned on", "head": "as it was", **tuned["drafts"]["folder's"]})
         results.append({"text": "tuned on", "head": f"trained {when}", **tuned["drafts"]["trained"]})
+        save(args.json, results)
+        last = time.monotonic() - tuning
     print(table([{**row, "sampled": f"{row['sampled']:.1%}", "greedy": f"{row['greedy']:.1%}"} for row in results]))
-    if args.json:
-        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@
 
 Weights decide nothing about a draft here: whether one is accepted is drawn, from a hash of position and token, after
 the model has verified it. A run's tokens per second are those of the difference of two lengths of answers, so they
-exclude prompts.
+exclude prompts. `predicted` is the speed that `auto` expects of a row, in that of no drafts, whose choice `auto` rows
+follow. Rows that would probably end after --seconds are left out.
 """
 
 import argparse
+import os
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +22,9 @@ from flax import nnx
 from measure import table, write_results
 from shapes import SHAPES
 
-from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.drafts import HEAD, Drafting
+from jaxglue.generation.config import Drafts, SamplingConfig
+from jaxglue.generation.draft_rule import StepBytes
+from jaxglue.generation.drafts import HEAD, WORDS, LoadedHead, make_drafting, words_of
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.programs import EnginePrograms
 from jaxglue.generation.scheduler import Request
@@ -62,38 +66,57 @@ def rate(engine: Engine, trees: Any, streams: int, lengths: tuple[int, int], rep
     return (long[1] - short[1]) / (long[0] - short[0])
 
 
+def predicted(step: StepBytes, streams: int, drafts: str, probability: float) -> float:
+    """Return the speed of so many drafts by the rule of `auto`, in that of none."""
+    tokens = sum(probability**index for index in range(int(drafts) + 1))
+    bytes_of = [step.of_step(streams, count, CONTEXT + 100) for count in (0, int(drafts))]
+    return round(tokens * bytes_of[0] / bytes_of[1], 3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3.5-9b")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--drafts", nargs="+", choices=get_args(Drafts), default=["off", "1", "2", "auto"])
     parser.add_argument("--probability", type=float, default=0.7)
     parser.add_argument("--lengths", type=int, nargs=2, default=[32, 160])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--words", type=int, default=32768, help="tokens that drafts are chosen among; 0: all")
+    parser.add_argument("--seconds", type=float, default=540.0, help="in which rows begin")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    begun, last = time.perf_counter(), 0.0
     accept_drawn(args.probability)
-    take_fitting_blocks()
+    take_fitting_blocks(os.environ)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     config = config_from_hf(SHAPES[args.shape])
     graphdefs, trainable, frozen = split_model(random_model(config, dtype=dtype), nnx.LoRAParam)
     head, state = nnx.split(build_draft(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    drafted = {**trainable, HEAD: {}}, {**frozen, HEAD: nnx.to_pure_dict(state)}
+    weights = {HEAD: nnx.to_pure_dict(state)}
+    if 0 < args.words < config.vocab_size:
+        weights[WORDS] = words_of(graphdefs, (trainable, frozen), list(range(args.words)))
+    drafted = LoadedHead(make_drafting(head, "auto"), weights).beside((trainable, frozen))
+    step = StepBytes.of(config, drafted, graphdefs.output_name, dtype)
     results: list[dict] = []
-    for streams in args.streams:
-        for drafts in args.drafts:
-            drafting = Drafting(head, drafts) if drafts else None
-            engine = Engine(graphdefs, config, dtype=dtype, drafting=drafting)
-            trees = drafted if drafts else (trainable, frozen)
-            speed = rate(engine, trees, streams, tuple(args.lengths), args.repeats)
-            plain = next((row["tokens/s"] for row in results if row["streams"] == streams), speed)
-            made = engine.drafts
-            row = {"streams": streams, "drafts": drafts, "tokens/s": round(speed, 1), "times": round(speed / plain, 3)}
-            row["accepted"] = round(made.accepted / made.made, 3) if made.made else None
-            results.append(row)
-            print(row, flush=True)
-            if args.json:
-                write_results(args.json, results)
+    for streams, drafts in product(args.streams, args.drafts):
+        row_begun = time.perf_counter()
+        if row_begun - begun + last > args.seconds:
+            print(f"{streams} streams, {drafts} drafts: left out after {row_begun - begun:.0f} s", flush=True)
+            continue
+        drafting = None if drafts == "off" else make_drafting(head, drafts)
+        engine = Engine(graphdefs, config, dtype=dtype, drafting=drafting)
+        trees = drafted if drafting else (trainable, frozen)
+        speed = rate(engine, trees, streams, tuple(args.lengths), args.repeats)
+        plain = next((row["tokens/s"] for row in results if row["streams"] == streams), speed)
+        made = engine.drafts
+        row = {"streams": streams, "drafts": drafts, "tokens/s": round(speed, 1), "times": round(speed / plain, 3)}
+        row["accepted"] = round(made.accepted / made.made, 3) if made.made else None
+        row["predicted"] = predicted(step, streams, drafts, args.probability) if drafts.isdigit() else None
+        last = time.perf_counter() - row_begun
+        results.append(row | {"seconds": round(last, 1)})
+        print(results[-1], flush=True)
+        if args.json:
+            write_results(args.json, results)
     print(table(results))
 
 

@@ -8,6 +8,8 @@ Prompts have 200 tokens, answers forced, log-normal lengths (mean 512, σ 0.7, a
 `jaxglue train --objective grpo` with adapters: sampling by the live weights, packing, and forward, backward and update.
 Log-probabilities of sampling and of training's programs are compared on these answers; the final norm is scaled until
 distributions have about two nats, as those of trained models, and adapters are random, since fresh ones add nothing.
+With --drafts, of families that have draft heads, sampling is timed a second time, with drafts that are accepted with a
+given probability; the step's time is then given for both.
 """
 
 import argparse
@@ -22,10 +24,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
+from drafts import accept_drawn
+from flax import nnx
 from measure import write_results
 from shapes import SHAPES
 
@@ -33,10 +37,12 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import window_sizes
-from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.config import Drafts, SamplingConfig
+from jaxglue.generation.drafts import HEAD, make_drafting
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
+from jaxglue.models.draft import build_draft
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.rollouts import StepCounts
@@ -120,9 +126,15 @@ class Benchmark:
         self._mesh = mesh_of(self.run.mesh)
         self.parts, self.state = prepare_steps(self.run, self._mesh)
         self._spread()
-        options: dict[str, Any] = {"dtype": self.run.dtype, "as_written": True, "exact": args.exact}
-        self._engine = Engine(self.parts.graphdefs, self.run.model, **options)
+        options: dict[str, Any] = {"dtype": self.run.dtype, "as_written": True}
+        self._engine = Engine(self.parts.graphdefs, self.run.model, **options, exact=args.exact)
         self._tile = key_tile(self.run.model.layer_kinds[0].head_dim) if args.exact else 1
+        self.drafting: Engine | None = None
+        """Engine with a random draft head."""
+        if args.drafts != "off":
+            graphdef, state = nnx.split(build_draft(self.run.model, dtype=self.run.dtype, rngs=nnx.Rngs(0)))
+            self._head, drafting = nnx.to_pure_dict(state), make_drafting(graphdef, args.drafts)
+            self.drafting = Engine(self.parts.graphdefs, self.run.model, **options, drafting=drafting)
         self._policy = TrainedPolicy(self.run, self.parts, self.state)
         self.prompts = forced_prompts(args.prompts, self.run.model.vocab_size).tolist()
         if args.texts is not None:
@@ -145,43 +157,50 @@ class Benchmark:
         )
         self.state.frozen["norm"] = jax.tree.map(lambda x: x * self.args.norm, self.state.frozen["norm"])
 
-    def sample(self, longest: int | None = None, *, part: int = 1, devices: int | None = None) -> list[Group]:
+    def sample(
+        self, longest: int | None = None, *, part: int = 1, devices: int | None = None, drafts: bool = False
+    ) -> list[Group]:
         """Return answers of the forced lengths, or of a shorter one.
 
         Args:
             longest: tokens of an answer at most.
             part: one of how many parts of the prompts to answer.
             devices: GPUs to use; by default all that hold the weights.
+            drafts: by the engine that drafts.
         """
+        engine = self.drafting if drafts and self.drafting else self._engine
         sampling = SamplingConfig(max_tokens=self.args.longest, temperature=1.0, top_p=1.0)
         count = self.args.answers
         everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self.prompts)]
         requests = everyone[: len(everyone) // part]
         ends = np.minimum(self._lengths, longest or self.args.longest)
         copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
+        if engine is self.drafting:
+            copies = [({**trainable, HEAD: {}}, {**frozen, HEAD: self._head}) for trainable, frozen in copies]
         # Of all prompts, so that parts of them need no programs of their own.
-        plan = self._engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
+        plan = engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
         print(plan, flush=True)
         begun, self.ended = time.perf_counter(), []
         groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
 
         def share(first: int) -> None:
             with one_device_each() if len(copies) > 1 else nullcontext():
-                self._sample_part(copies[first], requests, range(first, len(requests), len(copies)), ends, plan, groups)
+                own = range(first, len(requests), len(copies))
+                self._sample_part(engine, copies[first], requests, own, ends, plan, groups)
 
         with ThreadPoolExecutor(len(copies)) as pool:
             list(pool.map(share, range(len(copies))))
         self.ended = [(tokens, at - begun) for tokens, at in self.ended]
         return groups
 
-    def _sample_part(self, trees, requests, own, ends, plan, groups) -> None:
+    def _sample_part(self, engine: Engine, trees, requests, own, ends, plan, groups) -> None:
         """Sample the answers to some of the requests by one device's copy of the weights."""
 
         def until(number: int, answer: int, tokens: list[int]) -> bool:
             return len(tokens) >= ends[own[number], answer]
 
         mine = [requests[index] for index in own]
-        for done in self._engine.generate(*trees, mine, plan=plan, until=until, whole=True):
+        for done in engine.generate(*trees, mine, plan=plan, until=until, whole=True):
             number, end = own[done.number], ends[own[done.number], done.answer]
             self.ended.append((int(end), time.perf_counter()))
             answer = TrainedAnswer(
@@ -193,13 +212,14 @@ class Benchmark:
             )
             groups[number].answers[done.answer] = answer  # type: ignore[index]
 
-    def compile_sampling(self) -> None:
+    def compile_sampling(self, *, drafts: bool = False) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
+        engine = self.drafting if drafts and self.drafting else self._engine
         vars(window_sizes)["_HALVES"] = self.args.halves
         calls = self.devices * (1 if self.args.halves < 3 else 2)
         for _ in range(calls):  # what has not begun when answers end is left to the next
-            self.sample(longest=17)
-            self._engine.wait()
+            self.sample(longest=17, drafts=drafts)
+            engine.wait()
 
     def given(self, *, forced: bool = False) -> list[Group]:
         """Return answers of random tokens, all of the greatest length or of the forced ones."""
@@ -367,6 +387,10 @@ def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
         "--compared", type=int, default=10**5, help="tokens of rows to compare log-probabilities on; 0: none"
     )
     parser.add_argument("--compare-alone", action="store_true", help="end after the log-probabilities")
+    parser.add_argument(
+        "--drafts", default="off", choices=get_args(Drafts), help="tokens to draft, as of jaxglue train"
+    )
+    parser.add_argument("--accepted", type=float, default=0.7, help="probability with which a draft is accepted")
     parser.add_argument("--inputs-only", type=Path, help="write prompts and lengths for a peer, and end")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(flags)
@@ -379,6 +403,8 @@ def main() -> None:
         return
     results: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     take_fitting_blocks(os.environ)
+    if args.drafts != "off":
+        accept_drawn(args.accepted)
     if args.untried:
         backend.UNTRIED.clear()
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
@@ -400,6 +426,8 @@ def main() -> None:
             timed(results, "compile sampling", bench.compile_sampling)
             groups = timed(results, "sampling", bench.sample)
         results["share"] = bench.share
+        if bench.drafting is not None:
+            time_drafts(args, bench, results)
         print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
         if bench.devices > 1:  # as much for each GPU, and a step of the same size
             part = bench.devices
@@ -422,8 +450,27 @@ def main() -> None:
             timed(results, "compile reference", partial(bench.log_probs, four[:1], reference=True))
             timed(results, "reference pass of 4 rows", partial(bench.log_probs, four, reference=True))
     results["step"] = round(sum(results.get(name, 0) for name in ("sampling", "packing", "training")), 2)
+    if "sampling with drafts" in results:
+        drafted = results["sampling with drafts"]
+        results["step with drafts"] = round(results["step"] - results["sampling"] + drafted, 2)
+        results["times"] = {
+            "sampling": round(results["sampling"] / drafted, 3),
+            "step": round(results["step"] / results["step with drafts"], 3),
+        }
     results["sampled_tokens_per_second"] = round(results["answer_tokens"] / results.get("sampling", np.inf))
     print(json.dumps(results, indent=1), flush=True)
+    save(args, results)
+
+
+def time_drafts(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
+    """Time sampling with drafts; what its windows take beside is known from the sampling before."""
+    assert bench.drafting is not None
+    timed(results, "compile sampling with drafts", partial(bench.compile_sampling, drafts=True))
+    begun = replace(bench.drafting.drafts)
+    timed(results, "sampling with drafts", partial(bench.sample, drafts=True))
+    made = bench.drafting.drafts.made - begun.made
+    results["drafts"] = {"made": made, "accepted": bench.drafting.drafts.accepted - begun.accepted}
+    print("seconds by answers' tokens, with drafts:", results.setdefault("ended with drafts", when(bench.ended)))
     save(args, results)
 
 

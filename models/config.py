@@ -112,8 +112,6 @@ class Mixer:
     """A state of fixed size stands for the tokens before, and follows one continuation of them."""
     extends: ClassVar[bool] = False
     """Keys and values of all tokens are in pages, so that several tokens at once can follow them."""
-    verifies: ClassVar[bool] = False
-    """Several tokens at once can follow its states, of which a cache has one behind each of them."""
     splits_heads: ClassVar[bool] = False
     """Devices along `tensor` can have some of its heads each."""
     record: ClassVar[str | None] = None
@@ -147,6 +145,10 @@ class Mixer:
     def state_bytes(self, dtype: Any) -> int:
         """Return a sequence's bytes in a layer's cache, however long it is, with activations of this dtype."""
         return 0
+
+    def step_values(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return what a token gives to the mixer's states, with activations of this dtype, where it is recurrent."""
+        raise NotImplementedError
 
     @property
     def prefill_values(self) -> int:

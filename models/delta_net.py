@@ -36,7 +36,7 @@ class DeltaConfig(Mixer):
 
     title = "linear attention"
     module = "linear_attn"
-    recurrent = verifies = True
+    recurrent = True
     record = "delta"
 
     num_key_heads: int
@@ -94,6 +94,14 @@ class DeltaConfig(Mixer):
         """See `Mixer`."""
         state = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return state + (self.conv_width - 1) * self.channels * jnp.dtype(dtype).itemsize
+
+    def step_values(self, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the convolution's input, queries, keys and values, the logarithm of the decay, and β."""
+        qkv, gate = (
+            jax.ShapeDtypeStruct((self.channels,), dtype),
+            jax.ShapeDtypeStruct((self.num_value_heads,), jnp.float32),
+        )
+        return qkv, qkv, gate, gate
 
     @property
     def prefill_values(self) -> int:

@@ -57,6 +57,12 @@ def draft_kind(config: DecoderConfig) -> LayerKind:
     return attending[-1]._replace(sparse=config.moe is not None, unquantized=())
 
 
+def with_head_layer(config: DecoderConfig) -> DecoderConfig:
+    """Return the architecture with a further layer, of the head's kind, after the last."""
+    layers = range(config.num_hidden_layers)
+    return config.with_layers([*layers, max(i for i in layers if not config.layer_kinds[i].mixer.recurrent)])
+
+
 def draft_config(config: DecoderConfig) -> DecoderConfig:
     """Return the architecture of a head's layer, whose weights are in the model's dtype."""
     moe = None if config.moe is None else replace(config.moe, quantize="none")

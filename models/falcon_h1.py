@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -63,6 +64,10 @@ class SideBySide(Mixer):
     def state_bytes(self, dtype: Any) -> int:
         """See `Mixer`."""
         return self.mamba.state_bytes(dtype)
+
+    def step_values(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See `Mixer`."""
+        return self.mamba.step_values(dtype)
 
     @property
     def prefill_values(self) -> int:

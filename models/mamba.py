@@ -94,6 +94,13 @@ class Mamba2Config(Mixer):
         state = 4 * self.heads.value_width * self.heads.state_dim
         return state + (self.conv_width - 1) * self.heads.width * jnp.dtype(dtype).itemsize
 
+    def step_values(self, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the convolution's input, and that of the step sizes."""
+        return (
+            jax.ShapeDtypeStruct((self.heads.width,), dtype),
+            jax.ShapeDtypeStruct((self.heads.values,), jnp.float32),
+        )
+
     @property
     def prefill_values(self) -> int:
         """Return the convolution's, the recurrence's, and a state before each chunk of 64 tokens, in float32."""

@@ -28,7 +28,7 @@ class ShortConvConfig(Mixer):
 
     title = "short convolutions"
     module = "conv"
-    recurrent = verifies = True
+    recurrent = True
 
     channels: int
     """The model's width D."""
@@ -57,6 +57,10 @@ class ShortConvConfig(Mixer):
     def state_bytes(self, dtype) -> int:
         """See `Mixer`."""
         return (self.width - 1) * self.channels * jnp.dtype(dtype).itemsize
+
+    def step_values(self, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See `Mixer`."""
+        return (jax.ShapeDtypeStruct((3 * self.channels,), dtype),)
 
     @property
     def prefill_values(self) -> int:

@@ -1,8 +1,8 @@
 """Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
-A request is JSON: `model`, optionally `lora` and `mmproj`, and lists `prompts` (tokens), `chats` (messages), `texts`
-and `bodies` of chat completions; the answer holds the tokens that follow each prompt, each chat as rendered with its
-tokens and answer, each text's tokens, and replies.
+A request is JSON: `model`, optionally `lora`, `mmproj` and a number of `drafts` by the file's own head, and lists
+`prompts` (tokens), `chats` (messages), `texts` and `bodies` of chat completions; the answer holds the tokens that
+follow each prompt, each chat as rendered with its tokens and answer, each text's tokens, and replies.
 """
 
 import json
@@ -40,6 +40,9 @@ def _answer(request: dict) -> dict:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["lora"], 1.0)]
     if "mmproj" in request:
         params.mmproj.path, params.mmproj_use_gpu = request["mmproj"], False
+    if count := request.get("drafts"):
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.draft.n_max = count
     server = xllamacpp.Server(params)
     address = server.listening_address
 

@@ -49,7 +49,7 @@ COMMANDS = {
     ),
     "chat": Command(
         summary="talk with a model in the terminal",
-        config="jaxglue.generation.config:AssistantConfig",
+        config="jaxglue.generation.config:AnsweringConfig",
         early=_CACHED,
         bare=_FOLDER,
     ),

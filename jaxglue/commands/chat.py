@@ -4,12 +4,12 @@ import contextlib
 from pathlib import Path
 
 from jaxglue.generation.assistant import Assistant
-from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.config import AnsweringConfig
 from jaxglue.serve.chat import HELP, ChatSession, converse
 from jaxglue.terminal.lines import echo
 
 
-def main(config: AssistantConfig) -> None:
+def main(config: AnsweringConfig) -> None:
     """Load the model once and answer until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits lines and recalls earlier ones

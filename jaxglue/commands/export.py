@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxglue.files.json_file import read_json
 from jaxglue.generation.assistant import tower_of
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE, TRAINED_FILE, ExportRows, folder_parts, load_rows
+from jaxglue.hf.gguf.drafts import find_gguf_draft
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.mmproj import is_written
@@ -103,13 +105,13 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     stops = stop_tokens(tokenizer, base, config.adapter)
     rows = _calibration(config, kind, tensors, tokenizer)
     importance = _measure_importance(rows, tensors, base) if rows else None
-    progress = DataProgress()
-    file = export_gguf(
-        tensors, tensors.config, tokenizer, stops, kind, output, importance=importance, progress=progress
-    )
+    draft = find_gguf_draft(tensors, tensors.config, base, config.adapter)
+    options: dict[str, Any] = {"importance": importance, "draft": draft, "progress": DataProgress()}
+    file = export_gguf(tensors, tensors.config, tokenizer, stops, kind, output, **options)
     if tensors.config.vision is not None:
         return f"run it with: llama-server -m {file} --mmproj {file.with_name(f'mmproj-{output.resolve().name}.gguf')}"
-    return f"run it with: llama-server -m {file}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"
+    server = f"llama-server -m {file}" + ("" if draft is None else " --spec-type draft-mtp")
+    return f"run it with: {server}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"
 
 
 def _written_tower(base: Path) -> TowerConfig | None:

@@ -17,8 +17,8 @@ from jaxglue.data.messages import Chat
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
-from jaxglue.generation.drafts import HEAD, Drafting, why_no_drafts
-from jaxglue.generation.engine import STEPS, Engine
+from jaxglue.generation.drafts import load_head
+from jaxglue.generation.engine import Engine
 from jaxglue.generation.exact import obstacle
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
@@ -27,7 +27,6 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.sight import Prompt, Sight, attach, make_rules
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.draft import load_draft
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
@@ -87,17 +86,21 @@ class Assistant:
         self.ranks = max(map(len, ranks.values()), default=spare)
         """Ranks of all adapters together; 0 without adapters by name."""
         if config.exact:
-            _require_exact(model.config, self.dtype, rank=self.ranks, drafts=config.drafted)
+            _require_exact(model.config, self.dtype, rank=self.ranks)
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
+        trees, options = (self.adapter, self.frozen), {"dtype": self.dtype, "adapter": config.adapter}
+        head = load_head(config.drafted, folder, self.config, self.graphdefs, trees, **options)
+        if head is not None:
+            self.adapter, self.frozen = head.beside(trees)
         self.engine = Engine(
             self.graphdefs,
             self.config,
             dtype=self.dtype,
             kv_cache=config.kv_cache,
             ahead=stays and jax.default_backend() != "cpu",
-            drafting=self._read_head(config) if config.drafted else None,
+            drafting=head and head.drafting,
             exact=config.exact,
         )
         self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
@@ -105,15 +108,6 @@ class Assistant:
         tower = self.engine, self.adapter, self.frozen
         self.sight = None if self.rules is None else Sight(self.rules, *tower, {})
         self.memory = None if config.memory_limit is None else free_bytes(config.memory_limit * 2**30)
-
-    def _read_head(self, config: AssistantConfig) -> Drafting:
-        """Load the model's draft head beside its weights; raise ValueError where its drafts are not verified."""
-        if reason := why_no_drafts(self.config):
-            raise ValueError(f"--drafts: the model has {reason}, of which drafts are not verified: leave it out")
-        head = load_draft(config.folder, self.config, dtype=self.dtype, adapter=config.adapter)
-        graphdef, state = nnx.split(head)
-        self.adapter, self.frozen = {**self.adapter, HEAD: {}}, {**self.frozen, HEAD: nnx.to_pure_dict(state)}
-        return Drafting(graphdef, config.drafted)
 
     def voice(self, adapter: Path, ranks: Bool[np.ndarray, " R"]) -> Voice:
         """Return the voice of an adapter's folder, of which these ranks are."""
@@ -197,7 +191,9 @@ class Assistant:
         ends = [request.sampling.stop for request in requests]
 
         def ended(number: int, _: int, tokens: list[int]) -> bool:
-            recent = STEPS + max(map(len, ends[number]), default=0)  # a token may be less than a character
+            recent = self.engine.window_tokens + max(
+                map(len, ends[number]), default=0
+            )  # a token may be less than a character
             text = decode(self.tokenizer, tokens[-2 * recent :]) if ends[number] else ""
             return any(end in text for end in ends[number])
 
@@ -238,7 +234,7 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
     seed, storage = config.seed, config.storage  # of which an adapter's file may tell
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
-    vision = None if labels or config.drafted else tower_of(folder)  # drafts follow texts alone
+    vision = None if labels else tower_of(folder)
     if seed is None:
         model = load_model(folder, dtype=dtype, quantize=storage, labels=labels, vision=vision, progress=DataProgress())
     else:

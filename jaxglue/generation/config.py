@@ -16,7 +16,16 @@ from jaxglue.settings.config import (
     PositiveFloat,
     PositiveInt,
     Range,
+    Synonyms,
 )
+
+Drafts = Literal["auto", "off", "1", "2", "3", "4", "5"]
+"""Tokens that a draft head proposes for a step."""
+
+
+def is_number(drafts: Drafts) -> bool:
+    """Return whether drafts are asked for, in any case."""
+    return drafts not in ("auto", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +125,9 @@ class AssistantConfig(PartsConfig):
         return {}
 
     @property
-    def drafted(self) -> int:
-        """Return the tokens that the model's draft head proposes for a step."""
-        return 0
+    def drafted(self) -> Drafts:
+        """Return how many tokens the model's draft head proposes for a step."""
+        return "off"
 
     @property
     def spare_ranks(self) -> int:
@@ -153,3 +162,21 @@ class AssistantConfig(PartsConfig):
 
             return find_base(self.adapter, weights=loads)
         return model_path(self.model, self.revision, weights=loads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringConfig(AssistantConfig):
+    """A model with an optional adapter that writes answers."""
+
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact", "drafts are verified several at a time", when=is_number),
+    ] = "auto"
+    """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
+    without. auto: as many as save time, by the answers at a time and how many drafts they accept."""
+
+    @property
+    def drafted(self) -> Drafts:
+        """See `AssistantConfig`."""
+        return "off" if self.exact else self.drafts

@@ -1,6 +1,7 @@
 """Contexts of layers in generation: packed prompts write keys, values and states to the cache, decoding reads them."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxglue.models.context import LatentCache, PackedContext
 from jaxglue.ops.delta_rule import (
     DeltaHeads,
     DeltaStates,
+    advance_rows,
     advance_states,
     convolution_step,
     delta_rule_and_states,
@@ -26,10 +28,10 @@ from jaxglue.ops.paged_attention import (
     latent_attention,
     paged_attention,
 )
-from jaxglue.ops.recurrence import KeysAndStates, Recurrence, SlotStates
+from jaxglue.ops.recurrence import KeysAndStates, Recurrence, Replayed, SlotStates
 from jaxglue.ops.rope import RopeTables, Rotary
 
-Cache = KVPages | LatentPages | DeltaStates | SlotStates | KeysAndStates
+Cache = KVPages | LatentPages | DeltaStates | SlotStates | KeysAndStates | Replayed
 """Cache of a layer."""
 
 
@@ -66,10 +68,8 @@ class Cursor:
     rope: RopeTables
     layer_input: Float[Array, "1 S P"] | None = None
     """The layer's own embeddings of the tokens, where a model has such."""
-    begins: Int[Array, " S"] | None = None
-    """Places of the states before each slot's first token, where a step has several of a slot."""
-    states: int = field(default=0, metadata={"static": True})
-    """Distance between the places of states of a slot's consecutive tokens, where a step has several."""
+    kept: Int[Array, " S"] | None = None
+    """Tokens of the step before that count and that recurrent layers have not applied, where steps verify drafts."""
     forks: Int[Array, " S"] | None = None
     """Tokens of each slot's prompt before its last, from which on tiles of keys begin anew; None for sums in any
     order."""
@@ -251,40 +251,52 @@ class ExtendContext(DecodeContext):
 class VerifyContext(ExtendContext):
     """Context of R tokens of each slot, side by side, of which the first ones may count alone.
 
-    A recurrent layer keeps the state behind each of them; keys and values of those that do not count are overwritten.
+    Keys and values of those that do not count are overwritten. A recurrent layer has the states before a step, and what
+    the step's tokens gave to them: the next step begins with those that count.
     """
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S*R C"]:
         """Convolve each slot's tokens with those before them."""
-        (B, R), begun, outputs = self._sizes(x), self._begun(x), []
-        inputs = jnp.where(begun[:, None, None], self.cache.inputs[self._cursor.begins], 0)
-        for row, token in enumerate(jnp.unstack(x.reshape(B, R, -1), axis=1)):
+        (B, R), slots, outputs = self._sizes(x), self._cursor.slots, []
+        before = jnp.where(self._begun[:, None, None], self.cache.states.inputs[slots], 0)
+        (kept, *_), taps = self.cache.read(slots), before.shape[1]
+        index = self._counts[:, None] + jnp.arange(taps)
+        before = jnp.concatenate([before, kept.astype(before.dtype)], axis=1)
+        inputs = jnp.take_along_axis(before, index[..., None], axis=1)
+        self.cache = replace(self.cache, states=self.cache.states.write(slots, inputs=inputs))
+        self.cache = self.cache.keep(0, slots, x.reshape(B, R, -1))
+        for token in jnp.unstack(x.reshape(B, R, -1), axis=1):
             y, inputs = convolution_step(token, inputs, weight)
-            self.cache = self.cache.write(self._place(row), inputs=inputs)
             outputs.append(y)
         return jnp.stack(outputs, axis=1).reshape(1, B * R, -1)
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S*R N V"]:
-        """Compute each slot's outputs, and the states behind its tokens."""
-        (B, R), begun, outputs, before = self._sizes(qkv), self._begun(qkv), [], self._cursor.begins
-        tokens, decays, steps = (jnp.unstack(part.reshape(B, R, -1), axis=1) for part in (qkv, g, beta))
-        for row, (token, decay, step) in enumerate(zip(tokens, decays, steps, strict=True)):
-            place = self._place(row)
-            states = self.cache.states.at[place].set(self.cache.states[before])
-            out, states = advance_states(states, place, begun, token, decay, step, heads)
-            self.cache, before, begun = replace(self.cache, states=states), place, jnp.ones_like(begun)
-            outputs.append(out)
-        return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
+        """Compute each slot's outputs, and the states behind the tokens of the last step that count."""
+        (B, R), slots, stored = self._sizes(qkv), self._cursor.slots, self.cache.states
+        tokens = qkv.reshape(B, R, -1), g.reshape(B, R, -1), beta.reshape(B, R, -1)
+        _, kept_qkv, kept_g, kept_beta = self.cache.read(slots)
+        kept = kept_qkv, kept_g, kept_beta
+        out, states = advance_rows(stored.states, slots, self._begun, kept, self._counts, tokens, heads)
+        self.cache = replace(self.cache, states=replace(stored, states=states))
+        for index, values in enumerate(tokens, 1):
+            self.cache = self.cache.keep(index, slots, values)
+        return out.reshape(1, B * R, *out.shape[2:])
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S*R *O"]:
-        """Compute each slot's outputs by the layer's own recurrence, and the states behind its tokens."""
-        (B, R), begins, outputs = self._sizes(values[0]), self._cursor.begins, []
-        assert begins is not None
-        states = self.states.read(begins, self._begun(values[0]))
-        parts = [jnp.unstack(x.reshape(B, R, *x.shape[2:]), axis=1) for x in values]
-        for row, tokens in enumerate(zip(*parts, strict=True)):
-            out, states = recurrence.step(states, *tokens)
-            self.states = self.states.write(self._place(row), states)
+        """Compute each slot's outputs by the layer's own recurrence, and the states behind tokens that count."""
+        (B, R), slots, outputs = self._sizes(values[0]), self._cursor.slots, []
+        states, kept = self.cache.states.read(slots, self._begun), self.cache.read(slots)
+        for row in range(kept[0].shape[1]):
+            tokens = [stored[:, row].astype(x.dtype) for stored, x in zip(kept, values, strict=True)]
+            _, after = recurrence.step(states, *tokens)
+            counted = row < self._counts
+            states = jax.tree.map(partial(_where, counted), after, states)
+        self.cache = replace(self.cache, states=self.cache.states.write(slots, states))
+        parts = [x.reshape(B, R, *x.shape[2:]) for x in values]
+        for index, part in enumerate(parts):
+            self.cache = self.cache.keep(index, slots, part)
+        for row in range(R):
+            out, states = recurrence.step(states, *(part[:, row] for part in parts))
             outputs.append(out)
         return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
 
@@ -292,8 +304,16 @@ class VerifyContext(ExtendContext):
         B = len(self._cursor.slots)
         return B, x.shape[1] // B
 
-    def _begun(self, x: Array) -> Bool[Array, " S"]:
-        return self._cursor.positions.reshape(self._sizes(x))[:, 0] > 0
+    @property
+    def _counts(self) -> Int[Array, " S"]:
+        assert self._cursor.kept is not None
+        return self._cursor.kept
 
-    def _place(self, row: int) -> Int[Array, " S"]:
-        return self._cursor.slots + row * self._cursor.states
+    @property
+    def _begun(self) -> Bool[Array, " S"]:
+        """Return where there are tokens before the kept ones that count."""
+        return self._cursor.positions.reshape(len(self._cursor.slots), -1)[:, 0] > self._counts
+
+
+def _where(condition: Bool[Array, " S"], x: Float[Array, "S *V"], y: Float[Array, "S *V"]) -> Float[Array, "S *V"]:
+    return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.decoded_experts import choose_decoded_experts
+from jaxglue.generation.draft_rule import DraftCounts, DraftPace, DraftRule, StepBytes
 from jaxglue.generation.drafts import Drafting, accepted, make_draft_slots
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of, padded_pages
@@ -109,18 +110,6 @@ Until = Callable[[int, int, list[int]], bool]
 """`until(number, answer, tokens so far)` ends an answer, which may hold tokens after the decisive one."""
 
 
-@dataclass
-class DraftCounts:
-    """Numbers of drafted tokens, and of those that were accepted."""
-
-    made: int = 0
-    accepted: int = 0
-
-    def add(self, made: int, accepted: int) -> None:
-        """Count further drafts."""
-        self.made, self.accepted = self.made + made, self.accepted + accepted
-
-
 class Engine:
     """Token generation for a model split by `split_model`; holds compiled programs, no weights.
 
@@ -135,7 +124,7 @@ class Engine:
         as_written: round values wherever the code does, as training does whose log-probabilities are compared; see
             `rounding_as_written`.
         drafting: a head that drafts tokens, whose weights the frozen parameters have as `draft` (the trainable ones: an
-            empty tree); None decodes one token a step. Batches in which some answer follows a grammar decode so, too.
+            empty tree); None decodes one token a step.
         exact: give each token the bits that training's forward pass has, whatever is decoded with it; see
             `exact.obstacle` for models that cannot.
     """
@@ -177,7 +166,6 @@ class Engine:
 
     def _make_programs(self) -> EnginePrograms:
         with rounding_as_written(self._as_written or self._exact):
-            self._plain = None if self._drafting is None else EnginePrograms(*self._model, self._fp8_layers)
             return EnginePrograms(*self._model, self._fp8_layers, self._drafting, exact=self._exact)
 
     def generate(
@@ -259,17 +247,12 @@ class Engine:
         """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
         siblings = [request.n for request in requests for _ in range(request.n)]
-        return plan_cache(
-            lengths,
-            self._programs.cached,
-            self._dtype,
-            cache_dtype=self.cache_dtype,
-            batch_size=slots,
-            free=memory,
-            limit=limit,
-            siblings=siblings,
-            rows=self._programs.rows,
-        )
+        return self.plan_lengths(lengths, batch_size=slots, free=memory, limit=limit, siblings=siblings)
+
+    def plan_lengths(self, lengths: abc.Sequence[tuple[int, int]], **options: Any) -> CachePlan:
+        """Plan the cache for answers of these lengths; arguments and errors as of `plan_cache`."""
+        options |= {"cache_dtype": self.cache_dtype, "rows": self._programs.rows}
+        return plan_cache(lengths, self._programs.cached, self._dtype, **options)
 
     def _plan_roomy(self, request: Request, memory: float | None) -> CachePlan:
         """Plan the cache for an answer and longer ones, which then need no other programs, if there is memory."""
@@ -277,15 +260,7 @@ class Engine:
         roomy = max(_SMALLEST_TEXT, 1 << (end - 1).bit_length())
         if roomy <= self.config.max_generated_positions:
             with suppress(ValueError):
-                return plan_cache(
-                    [(len(request.prompt), roomy)],
-                    self._programs.cached,
-                    self._dtype,
-                    cache_dtype=self.cache_dtype,
-                    batch_size=1,
-                    free=memory,
-                    rows=self._programs.rows,
-                )
+                return self.plan_lengths([(len(request.prompt), roomy)], batch_size=1, free=memory)
         return self.plan([request], memory=memory)
 
     def see(self, trainable: Params, frozen: Params, images: abc.Sequence[Image], processor: Processor) -> np.ndarray:
@@ -294,6 +269,11 @@ class Engine:
         patches = pack_patches([images], processor, max(size, _SMALLEST_IMAGES))
         features = self._programs.see((trainable, frozen), patches)
         return np.asarray(features)[0, : sum(processor.tokens(image.grid) for image in images)]
+
+    @property
+    def window_tokens(self) -> int:
+        """Return the most tokens of a sequence that a window chooses."""
+        return STEPS * self._programs.rows
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
@@ -344,16 +324,20 @@ class Engine:
             del self._sizes[next(iter(self._sizes))]
         sizes = self._sizes.setdefault(name, WindowSizes(plan.slots, self._programs.fewest))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
-        # The host knows after each window how far a grammar lets an answer go, and states behind fewer tokens are gone.
-        plain = self._plain if kind.all_features.grammars else None
-        programs, place, vocabulary, drafts = plain or self._programs, place_of(trees), self.config.vocab_size, None
+        programs, place, vocabulary, drafts = self._programs, place_of(trees), self.config.vocab_size, None
         caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
         if programs.rows > 1:
             drafts = make_draft_slots(plan.slots + 1, programs.rows, self.config.hidden_size, self._dtype, place)
         slots = make_sequences(plan, vocabulary, kind.all_features, place, drafts)
-        return DecodeBatch(
-            programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, self.drafts, whole=whole
-        )
+        pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
+        return DecodeBatch(programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, pace, whole=whole)
+
+    def _rule(self, trees: Trees) -> DraftRule | None:
+        """Return what decides on drafts; None where their number is fixed."""
+        if self._drafting is None or not self._drafting.auto:
+            return None
+        output = self._model[0].output_name
+        return DraftRule(StepBytes.of(self.config, trees, output, self._dtype), self._drafting.most)
 
     def _tell_of_experts(self, trees: Trees, plan: CachePlan) -> None:
         """Log once how experts are multiplied in decode steps, which take longer without kernels of few rows."""
@@ -440,7 +424,7 @@ class DecodeBatch:
         sizes: WindowSizes,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
-        drafts: "DraftCounts",
+        pace: DraftPace,
         *,
         whole: bool,
     ):
@@ -448,13 +432,13 @@ class DecodeBatch:
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
         self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees, exact=programs.exact)
         self._prompts = PromptInputs(plan, programs.windows, kind.ranks, programs.tile)
-        self._slots, self._drafts, drafted = slots, drafts, programs.rows > 1
+        self._slots, self._pace = slots, pace
         self._scheduler = Scheduler(
             plan,
-            STEPS * programs.rows,
+            STEPS,
             remembers=programs.extends,
             rewinds=programs.rewinds,
-            drafts=drafted,
+            rows=programs.rows,
             outside=_pages_outside(plan),
             tile=programs.tile,
         )
@@ -463,8 +447,8 @@ class DecodeBatch:
         self._under_way, self._vocabulary = deque[_Window](), vocabulary
         self._received: float | None = None
         """When the results of a window came whose successor was under way."""
-        self._others = dict[Features, WindowSizes]()
-        """Windows in which some answer uses more than most do."""
+        self._others = dict[tuple[Features, int], WindowSizes]()
+        """Windows in which some answer uses more than most do, or with other drafts."""
         _OPEN.add(self)
 
     @property
@@ -545,7 +529,10 @@ class DecodeBatch:
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, places.slots, last)
         for row in work.suffix_rows:
-            self._caches = programs.extend(trees, *self._prompts.suffixes(row), self._caches)
+            tokens, positions, cursor, ends, slots = self._prompts.suffixes(row)
+            self._caches, last = programs.extend(trees, tokens, positions, cursor, ends, self._caches)
+            if last is not None:
+                self._slots = programs.with_prompts(self._slots, slots, last)
         if work.slot_copies:
             copies = self._prompts.copies(work)
             self._caches = programs.copy(self._caches, copies)
@@ -554,17 +541,23 @@ class DecodeBatch:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
             self._slots = replace(self._slots, counts=counts)
-        features, sizes, whole = self._choose(work)
+        features, drafts, sizes, whole = self._choose(work)
         size, run = sizes.take(len(work.answers), whole)
+        if run is None and whole and drafts != self._pace.usual and not self._pace.waits and self._compiler:
+            # Others' answers would wait for the compilation: until a thread has made it, drafts are the usual ones.
+            window = self._table.window(work, self._plan.slots, features)
+            self._compile_beside(sizes, features, drafts, window)
+            drafts = self._pace.usual
+            sizes = self._sizes_of(features, drafts)
+            size, run = sizes.take(len(work.answers), whole)
         arguments = trees, self._slots, self._caches, self._table.window(work, size, features)
         if run is None:
-            run = partial(
-                programs.window if whole else programs.window_by_layers, plan=self._plan, steps=STEPS, features=features
-            )
+            options = self._options(features, drafts)
+            run = partial(programs.window if whole else programs.window_by_layers, **options)
             if whole:
                 sizes.put(run)
         if self._compiler:
-            self._compile_beside(sizes, features, arguments[-1])
+            self._compile_beside(sizes, features, drafts, arguments[-1])
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return _Window(work, sampled, size, sizes)
@@ -580,15 +573,27 @@ class DecodeBatch:
             values = jax.tree.map(itemgetter(slice(len(places))), copy.values)
             self._caches, copy.values = self._programs.write_pages(self._caches, places, values), None
 
-    def _choose(self, work: SchedulerOutput) -> tuple[Features, WindowSizes, bool]:
-        """Return what a window's answers use, its programs, and whether these are waited for."""
+    def _choose(self, work: SchedulerOutput) -> tuple[Features, int, WindowSizes, bool]:
+        """Return what a window's answers use, its drafts, its programs, and whether these are waited for."""
         kind, whole = self._kind, self._whole
         used = Features.union(features_of(sequence.request) for sequence in work.answers)
         features = self._covering(used)
         whole &= features.top == kind.features.top
-        if features == kind.features:
-            return features, self._sizes, whole
-        return features, self._others.setdefault(features, WindowSizes(self._plan.slots, self._programs.fewest)), whole
+        count = len(work.answers)
+        drafts = self._pace.choose(
+            count, work.tokens / count, lambda drafts: self._sizes_of(features, drafts).seconds(count)
+        )
+        return features, drafts, self._sizes_of(features, drafts), whole
+
+    def _sizes_of(self, features: Features, drafts: int) -> WindowSizes:
+        """Return the programs of windows of some features."""
+        if (features, drafts) == (self._kind.features, self._pace.usual):
+            return self._sizes
+        return self._others.setdefault((features, drafts), WindowSizes(self._plan.slots, self._programs.fewest))
+
+    def _options(self, features: Features, drafts: int) -> dict[str, Any]:
+        """Return the static arguments of windows."""
+        return {"plan": self._plan, "steps": STEPS, "features": features, "drafts": drafts}
 
     def _covering(self, used: Features) -> Features:
         """Return the features of the programs that serve these: few kinds, so that few are compiled."""
@@ -605,15 +610,15 @@ class DecodeBatch:
         features = self._covering(features_of(request))
         if features.top == self._kind.features.top or self._compiler is None:
             return None
-        sizes = self._others.setdefault(features, WindowSizes(self._plan.slots, self._programs.fewest))
-        self._compile_beside(sizes, features, self._table.window(SchedulerOutput(), self._plan.slots, features))
+        sizes, drafts = self._sizes_of(features, self._pace.usual), self._pace.usual
+        self._compile_beside(sizes, features, drafts, self._table.window(SchedulerOutput(), self._plan.slots, features))
         return sizes.first_under_way()
 
-    def _compile_beside(self, sizes: WindowSizes, features: Features, window: DecodeWindow) -> None:
+    def _compile_beside(self, sizes: WindowSizes, features: Features, drafts: int, window: DecodeWindow) -> None:
         """Let threads compile the programs of windows that are missing."""
         assert self._compiler is not None
         shapes = jax.tree.map(_shape, (self._trees, self._slots, self._caches, window))
-        options: dict[str, Any] = {"plan": self._plan, "steps": STEPS, "features": features}
+        options = self._options(features, drafts)
         precision = jax.config.jax_default_matmul_precision
         sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
 
@@ -638,26 +643,33 @@ class DecodeBatch:
         self._leaving.clear()
         if isinstance(steps, list):
             steps = Sampled(*map(np.stack, zip(*steps, strict=True)))  # type: ignore[arg-type]
-        if (rows := self._programs.rows) > 1:
-            steps = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), steps)
-            self._drafts.add(*accepted(steps.tokens, rows, IDLE))
+        rows = 1
+        if steps.tokens.ndim == 3:  # [steps, rows, B] of verified drafts
+            rows = steps.tokens.shape[1]
+            steps = jax.tree.map(lambda x: x.reshape(x.shape[0] * rows, *x.shape[2:]), steps)
+        made = accepted(steps.tokens, rows, IDLE)
+        self._pace.note(made.sum(1))
         if (steps.tokens == NOT_FINITE).any():
             raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
         counts = (steps.tokens != IDLE).sum(0).tolist()
         for column, (sequence, count) in enumerate(zip(work.answers, counts, strict=False)):
             sequence.windows -= 1
+            sequence.drafted += int(made[0, column]) * (rows - 1)
+            sequence.accepted += int(made[1:, column].sum())
             if not count or sequence.length >= sequence.end:
                 continue  # it ended in the last window, or the caller ended it
+            back = False
             if sequence.matcher:
-                own = steps.tokens[:, column]
+                own, chosen = steps.tokens[:, column], count
                 count = sequence.matcher.take(own[own != IDLE].tolist())
+                back = count < chosen
             which = np.flatnonzero(steps.tokens[:, column] != IDLE)[:count]
             parts = [part[which, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
             most = sequence.request.top_log_probs
             likely = [part[which, column, :most] for part in (steps.top_tokens, steps.top_log_probs)]
             tokens = Tokens(*parts, *likely)
             ended = self._ended(sequence, tokens)
-            self._scheduler.receive(sequence, tokens, ended is not None)
+            self._scheduler.receive(sequence, tokens, ended is not None, back=back)
             if ended:
                 self._table.remove(sequence)
             yield sequence, tokens.ids, ended

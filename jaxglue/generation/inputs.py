@@ -211,8 +211,11 @@ class PromptInputs:
         written: Any = Places(pages=pages, offsets=offsets, **options)
         return tokens, segments, written, pack_prompts(prompts, T)
 
-    def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Any, Cursor]:
-        """Return the rests of prompts that begin in the cache: tokens [T], their positions in rotation, table rows."""
+    def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Any, Cursor, Any, Any]:
+        """Return the rests of prompts that begin in the cache: tokens [T], their positions in rotation, table rows.
+
+        Then follow the prompts' last rows, and their slots; nobody's where there are fewer.
+        """
         used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
@@ -231,7 +234,11 @@ class PromptInputs:
         options: Any = {"windows": self._windows, "ranks": ranks}
         places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
         at: Any = {"slots": slots, "positions": positions, "forks": None if self._tile is None else forks}
-        return tokens, turned, Cursor(places=places, tables=(tables,), rope=rope, **at)
+        cursor = Cursor(places=places, tables=(tables,), rope=rope, **at)
+        last = np.cumsum([len(prompt.tokens) - prompt.begin for prompt in row]) - 1
+        pad = 0, max(_power_of_two(len(row)), _PADDED) - len(row)
+        owners = np.pad([prompt.slot for prompt in row], pad, constant_values=self._plan.slots)
+        return tokens, turned, cursor, np.pad(last, pad).astype(np.int32), owners.astype(np.int32)
 
     def _ranks(self, row: abc.Sequence[Prefill], lengths: abc.Sequence[int], rows: int = 1) -> Any:
         """Return the ranks that each token of prompts uses, in so many rows; None where all use all."""

@@ -19,6 +19,7 @@ import psutil
 from jaxtyping import Array, Bool, Int
 
 from jaxglue.models.config import CacheSizes, DecoderConfig, LayerKind
+from jaxglue.ops.recurrence import Replayed
 
 PAGE = 64
 """Tokens in a page."""
@@ -81,7 +82,7 @@ def plan_cache(
         free: bytes for cache and activations; by default the device's.
         siblings: answers, each included, that hold the full pages of its prompt together.
         limit: flag of an answer's most tokens.
-        rows: tokens of a sequence in a step, each of which has states of recurrent layers.
+        rows: tokens of a sequence in a step, of which recurrent layers keep what they give to its states.
 
     Raises:
         ValueError: too little memory for the longest sequence.
@@ -94,7 +95,7 @@ def plan_cache(
     row = int(max(prompts.max(), min(PREFILL_TOKENS, prompts.sum())))
     spare = _SHARE * free - activation_bytes(config, dtype, row)
     page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
-    state = rows * state_bytes(config, dtype)
+    state = state_bytes(config, dtype) + (rows * _kept_bytes(config, dtype) if rows > 1 else 0)
     slot = rings + state + _LOGITS * 4 * config.vocab_size
     held = ((prompts + ends) / 2 / PAGE - shared).mean()  # many answers end early; the last to come waits
     expected = math.ceil(held) * page
@@ -146,6 +147,12 @@ def token_bytes(config: DecoderConfig, dtype) -> int:
 def state_bytes(config: DecoderConfig, dtype) -> int:
     """Return a sequence's bytes in recurrent layers, however long it is."""
     return sum(kind.mixer.state_bytes(dtype) for kind in config.layer_kinds)
+
+
+def _kept_bytes(config: DecoderConfig, dtype) -> int:
+    """Return the bytes of what a token gives to the states of recurrent layers."""
+    mixers = [kind.mixer for kind in config.layer_kinds if kind.mixer.recurrent]
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for mixer in mixers for spec in mixer.step_values(dtype))
 
 
 def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
@@ -272,12 +279,15 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         dtype: of keys and values.
         activations: dtype of activations.
         device: device or sharding.
-        rows: tokens of a sequence in a step, behind each of which there are states of recurrent layers.
+        rows: tokens of a sequence in a step; of several, recurrent layers keep what they give to its states.
     """
 
     def cache(kind: LayerKind) -> Any:
-        slots = rows * (plan.slots + 1)
+        slots = plan.slots + 1
         sizes = CacheSizes(plan.pages_in(kind.window), PAGE, slots, dtype, activations, device)
-        return kind.mixer.make_cache(kind, sizes)
+        made = kind.mixer.make_cache(kind, sizes)
+        if rows == 1 or not kind.mixer.recurrent:
+            return made
+        return Replayed.empty(made, kind.mixer.step_values(activations), slots, rows, device)
 
     return [cache(kind) for kind in config.layer_kinds]

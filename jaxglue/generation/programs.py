@@ -26,8 +26,8 @@ from jaxglue.generation.drafts import (
     Drafting,
     DraftPrograms,
     DraftSlots,
+    after_token,
     as_begun,
-    cached_config,
     rows_cursor,
     with_prompts,
 )
@@ -35,6 +35,7 @@ from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample, with_trained
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import PackedContext
+from jaxglue.models.draft import with_head_layer
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.attention.tiles import key_tile
@@ -42,7 +43,7 @@ from jaxglue.ops.cross_entropy import cap_logits, trained_log_probs
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.projection.ordered import FEWEST_ROWS, ordered_products
-from jaxglue.ops.recurrence import KeysAndStates
+from jaxglue.ops.recurrence import KeysAndStates, Replayed
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
 from jaxglue.vision.rows import Images, Patches, token_positions
@@ -128,10 +129,11 @@ class CachedLayer:
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
-        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
+        own = cache.states if isinstance(cache, Replayed) else cache
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, own, places, fp8=self._fp8)
         at_once = packed.tile is None or not layer.in_stages
         x = layer(x, context) if at_once else by_tiles(layer, x, packed, context)
-        return x, context.cache
+        return x, replace(cache, states=context.cache) if isinstance(cache, Replayed) else context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = DecodeContext(cache, cursor, fp8=self._fp8)
@@ -173,8 +175,8 @@ class EnginePrograms:
         """Whether tokens have training's bits."""
         self._drafts = None if drafting is None else DraftPrograms(drafting, graphdefs, config, dtype)
         self.rows = 1 if drafting is None else drafting.rows
-        """Tokens of a sequence in a step."""
-        self.cached = config if drafting is None else cached_config(config)
+        """Tokens of a sequence in a step, at most."""
+        self.cached = config if drafting is None else with_head_layer(config)
         """Architecture with all layers that have a cache."""
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         kinds = [*zip(graphdefs.layers, fp8_layers, strict=True)]
@@ -183,8 +185,7 @@ class EnginePrograms:
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
-        numbered = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
-        self.extends = numbered and drafting is None  # the state before a suffix, which its first draft needs, is gone
+        self.extends = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
         self.sees = config.vision is not None
         """Whether prompts may have images."""
@@ -199,17 +200,17 @@ class EnginePrograms:
         self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._read, self._write = jax.jit(_read_pages), jax.jit(_write_pages, donate_argnames="caches")
-        self._begin = jax.jit(_begin)
+        self._begin = jax.jit(_begin, static_argnames="rows")
         self._embed_slots = make(self._embed_last, static_argnames="plan")
         self._advance = make(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
-        self._propose = _jit(self._propose_rows, static_argnames="states", donate_argnames="cache")
-        self._embed_rows = _jit(self._embed_verified, static_argnames="states")
+        self._propose = _jit(self._propose_rows, static_argnames=("plan", "drafts"), donate_argnames="cache")
+        self._embed_rows = _jit(self._embed_verified, static_argnames="plan")
         self._accept = _jit(self._accept_rows, static_argnames="features")
         self._remember = jax.jit(with_prompts)
         options: dict[str, Any] = {
             "donate_argnames": ("slots", "caches"),
-            "static_argnames": ("plan", "features", "steps"),
+            "static_argnames": ("plan", "features", "drafts", "steps"),
         }
         one, several = (STEP_OPTIONS, STEP_OPTIONS) if exact else (_WINDOW_OPTIONS, _SEVERAL_OPTIONS)
         self._run_one = Program(self._scan, compiler_options=one, **options)
@@ -241,18 +242,28 @@ class EnginePrograms:
         return caches, last
 
     def extend(
-        self, trees: Trees, tokens: Int[Array, " T"], positions: Int[Array, " T"], cursor: Cursor, caches: list[Cache]
-    ) -> list[Cache]:
+        self,
+        trees: Trees,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        cursor: Cursor,
+        last: Int[Array, " n"],
+        caches: list[Cache],
+    ) -> tuple[list[Cache], Float[Array, "n D"] | None]:
         """Write the keys and values of texts that go on, behind those in their pages; the cursor's rope is not read.
 
-        Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own.
+        Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own. With
+        drafts, the states of the `last` ones are returned, too.
         """
         x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
         cursor = replace(cursor, rope=rope)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.extend(weights, x, caches[i], cursor)
-        return caches
+        if self._drafts is None:
+            return caches, None
+        states, caches[-1] = self._drafts.extend(self._drafts.weights(trees), x, tokens, cursor, last, caches[-1])
+        return caches, states
 
     def see(self, trees: Trees, patches: Patches) -> Float[Array, "B I D"]:
         """Return the features of rows of patches."""
@@ -290,10 +301,10 @@ class EnginePrograms:
             slots, caches: state of all slots, updated in place.
             window: sequences that decode.
             steps: tokens of each.
-            static: `plan` of the cache and `features` of the sampling.
+            static: `plan` of the cache, `features` of the sampling and `drafts` of each step, which come with a head.
 
         Returns:
-            state, and what each step sampled (leading axis), with `IDLE` and `NOT_FINITE`.
+            state, and what each step, or each of its rows, sampled (leading axes), with `IDLE` and `NOT_FINITE`.
         """
         return self._run(static["plan"])(trees, slots, caches, window, steps=steps, **static)
 
@@ -301,9 +312,11 @@ class EnginePrograms:
         self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
     ) -> tuple[EngineSlots, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
-        sequences, caches, out = self._begin(slots, window), list(caches), []
+        drafts = static.pop("drafts", 0)
+        sequences, caches, out = self._begin(slots, window, rows=drafts + 1), list(caches), []
+        step = self._step_of(drafts)
         for index in range(steps):
-            masks, step = _masks(window, index == 0), self._step if self._drafts is None else self._verified_step
+            masks = _masks(window, index == 0)
             sequences, caches, sampled = step(trees, sequences, caches, window, masks, **static)
             out.append(sampled)
         return self._finish(slots, window, sequences), caches, out
@@ -335,18 +348,28 @@ class EnginePrograms:
         return self._run_one if plan.slots == 1 else self._run_several
 
     def _scan(
-        self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **options: Any
+        self,
+        trees: Trees,
+        slots: EngineSlots,
+        caches: list[Cache],
+        window: DecodeWindow,
+        *,
+        steps: int,
+        drafts: int = 0,
+        **options: Any,
     ):
+        step = self._step_of(drafts)
+
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
             weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
-            masks, step = _masks(window, first), self._step if self._drafts is None else self._verified_step
-            sequences, caches, sampled = step(weights, sequences, caches, window, masks, **options)
+            sequences, caches, sampled = step(weights, sequences, caches, window, _masks(window, first), **options)
             return (sequences, caches), sampled
 
         # a known number of steps: with an end that depends on values, the host would wait for each
         first = None if window.masks is None else jnp.arange(steps) == 0
-        carry, sampled = jax.lax.scan(body, (_begin(slots, window), caches), first, length=steps)
+        sequences = _begin(slots, window, rows=drafts + 1)
+        carry, sampled = jax.lax.scan(body, (sequences, caches), first, length=steps)
         return _finish(slots, window, carry[0]), carry[1], sampled
 
     def _step(
@@ -355,6 +378,9 @@ class EnginePrograms:
         """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
         x, cursor, layer_inputs = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
         caches = list(caches)
+        if self._drafts is not None:  # so that drafts can begin with any window
+            weights = self._drafts.weights(trees)
+            _, caches[-1] = self._propose(weights, sequences, window, caches[-1], plan=plan, drafts=0)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
@@ -362,19 +388,34 @@ class EnginePrograms:
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, sampled
 
+    def _step_of(self, drafts: int) -> Any:
+        """Return the step of so many drafts, of 0 too where recurrent layers have kept tokens to apply."""
+        verifies = drafts or (self._drafts is not None and not self.rewinds)
+        return partial(self._verified_step, drafts=drafts) if verifies else self._step
+
     def _verified_step(
-        self, trees: Trees, sequences: EngineSlots, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
+        self,
+        trees: Trees,
+        sequences: EngineSlots,
+        caches: list[Cache],
+        window: DecodeWindow,
+        masks: UInt32[Array, "B words"] | None,
+        *,
+        plan: CachePlan,
+        features: Features,
+        drafts: int,
     ):
         """Draft tokens of each sequence, and decode the first of them that are the model's choices, and one more.
 
         Returns:
             sequences, caches, and what each row sampled (leading axis).
         """
-        caches, options = list(caches), {"states": plan.slots + 1}
-        weights = self._head.weights(trees)
-        tokens, caches[-1] = self._propose(weights, sequences, window, caches[-1], **options)
-        x, cursor = self._embed_rows(_part(trees, "embed_tokens"), tokens, sequences, window, **options)
+        caches, weights = list(caches), self._head.weights(trees)
+        tokens, caches[-1] = self._propose(weights, sequences, window, caches[-1], plan=plan, drafts=drafts)
+        embed_tokens = _part(trees, "embed_tokens")
+        x, cursor, layer_inputs = self._embed_rows(embed_tokens, tokens, sequences, window, plan=plan)
         for i, (layer, own) in enumerate(self._layer_weights(trees)):
+            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.verify(own, x, caches[i], cursor)
         sequences, sampled = self._accept(weights, x, tokens, sequences, window, masks, features=features)
         return sequences, caches, sampled
@@ -395,12 +436,9 @@ class EnginePrograms:
 
     def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
-        positions, live = sequences.positions, sequences.live
+        positions, tables = sequences.positions, self._tables(sequences, window, plan)
         turned = positions if window.deltas is None else positions + window.deltas
         x, rope, layer_inputs = self._embed(weights, sequences.tokens[None], turned[None])
-        tables = tuple(
-            jnp.where(live[:, None], window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows
-        )
         rows = jnp.arange(len(positions))
         pages = tuple(table[rows, positions // PAGE] for table in tables)
         places = Places(
@@ -410,6 +448,11 @@ class EnginePrograms:
             places=places, tables=tables, slots=window.slots, positions=positions, rope=rope, forks=window.forks
         )
         return x, cursor, layer_inputs
+
+    def _tables(self, sequences: EngineSlots, window: DecodeWindow, plan: CachePlan) -> tuple[Int[Array, "B P"], ...]:
+        """Return the pages of sequences in layers with each of the windows; nobody's of those that have ended."""
+        live = sequences.live[:, None]
+        return tuple(jnp.where(live, window.tables if w is None else _ring(window, plan, w), 0) for w in self.windows)
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions, images: Images | None = None):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
@@ -430,17 +473,14 @@ class EnginePrograms:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        hidden, matrix, softcap = (
-            with_low_rank(output, norm(x[0]), window.ranks),
-            extended_matrix(output),
-            self._softcap,
-        )
-        products = self._multiply_head(hidden, matrix)
+        hidden, matrix, softcap = norm(x[0]), extended_matrix(output), self._softcap
+        read = with_low_rank(output, hidden, window.ranks)
+        products = self._multiply_head(read, matrix)
         logits, positions = cap_logits(products, softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features, masks)
         if self.exact:
-            log_probs = trained_log_probs(hidden, matrix, products, sampled.tokens, softcap=softcap)
+            log_probs = trained_log_probs(read, matrix, products, sampled.tokens, softcap=softcap)
             sampled = with_trained(sampled, log_probs, window.controls, features)
         tokens, was_live = sampled.tokens, sequences.live
         live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
@@ -448,7 +488,9 @@ class EnginePrograms:
         if features.penalties and sequences.counts is not None:
             counted = jnp.where(was_live, window.slots, len(sequences.counts.seen) - 1)
             sequences = replace(sequences, counts=_count(sequences.counts, counted, tokens))
-        after = replace(sequences, tokens=tokens, positions=jnp.where(live, positions, 0), live=live)
+        drafts = sequences.drafts and after_token(sequences.drafts, hidden, tokens)
+        positions = jnp.where(live, positions, 0)
+        after = replace(sequences, tokens=tokens, positions=positions, live=live, drafts=drafts)
         return after, sampled._replace(tokens=shown)
 
     def _multiply_head(self, hidden: Float[Array, "B W"], matrix: Float[Array, "V W"]) -> Float[Array, "B V"]:
@@ -460,22 +502,35 @@ class EnginePrograms:
     def _softcap(self) -> float | None:
         return self._config.scales.logit_softcap
 
-    def _propose_rows(self, weights, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, states: int):
+    def _propose_rows(
+        self, weights, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, plan: CachePlan, drafts: int
+    ):
         """Return each sequence's last token and its drafts [B, R], and the head's cache."""
-        place = self._placing(sequences, window, states)
-        drafts, cache = self._head.propose(weights, _drafts_of(sequences), sequences.positions, place, cache)
-        return jnp.concatenate([sequences.tokens[:, None], drafts], axis=1), cache
+        place = partial(self._place, sequences, window, plan)
+        last = sequences.positions
+        slots, ranks = _drafts_of(sequences), window.ranks
+        proposed, cache = self._head.propose(weights, slots, last, place, cache, drafts, ranks)
+        return jnp.concatenate([sequences.tokens[:, None], proposed], axis=1), cache
 
-    def _embed_verified(self, weights: Trees, tokens, sequences: EngineSlots, window: DecodeWindow, *, states: int):
-        """Return (hidden states [1, B·R, D], cursor) of tokens [B, R]."""
+    def _embed_verified(self, weights: Trees, tokens, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
+        """Return (hidden states [1, B·R, D], cursor, the layers' own embeddings, if any) of tokens [B, R]."""
         positions = sequences.positions[:, None] + jnp.arange(tokens.shape[1])
-        embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
-        return embed_tokens(tokens.reshape(1, -1), self._dtype), self._placing(sequences, window, states)(positions)
+        cursor = self._place(sequences, window, plan, positions)
+        x, _, layer_inputs = self._embed(weights, tokens.reshape(1, -1), positions.reshape(1, -1))
+        return x, cursor, layer_inputs
 
-    def _placing(self, sequences: EngineSlots, window: DecodeWindow, states: int):
-        """Return the function from positions [B, n] of sequences to their cursor."""
-        ready = sequences.live, window.tables, window.slots, window.ranks, _drafts_of(sequences).count - 1, states
-        return lambda positions: rows_cursor(positions, *ready, self._config.rope_tables)
+    def _place(self, sequences: EngineSlots, window: DecodeWindow, plan: CachePlan, positions: Int[Array, "B n"]):
+        """Return the cursor of sequences' tokens at these positions."""
+        turned = positions if window.deltas is None else positions + window.deltas[:, None]
+        return rows_cursor(
+            positions,
+            self._tables(sequences, window, plan),
+            self.windows,
+            window.slots,
+            window.ranks,
+            _drafts_of(sequences).kept,
+            self._config.rope_tables(turned.reshape(1, -1)),
+        )
 
     def _accept_rows(
         self,
@@ -491,7 +546,8 @@ class EnginePrograms:
         """Return the sequences after the tokens that the model chooses behind accepted ones, and all rows' samples."""
         B, R = tokens.shape
         hidden = self._head.norm(weights, x[0])
-        logits = self._head.logits(weights, hidden).reshape(B, R, -1)
+        ranks = None if window.ranks is None else jnp.repeat(window.ranks, R, axis=0)
+        logits = self._head.logits(weights, hidden, ranks).reshape(B, R, -1)
         counts, goes, rows = sequences.counts, sequences.live, list[Sampled]()
         live, count, last = sequences.live, jnp.zeros(B, jnp.int32), sequences.tokens
         for row in range(R):
@@ -511,7 +567,7 @@ class EnginePrograms:
                 goes = goes & stays & self.matches(chosen, tokens[:, row + 1], positions)
         all_rows = jax.tree.map(lambda *each: jnp.stack(each), *rows)
         following = jnp.where(all_rows.tokens.T == IDLE, 0, all_rows.tokens.T)
-        drafts = DraftSlots(hidden=hidden.reshape(B, R, -1), tokens=following, count=count)
+        drafts = DraftSlots(hidden=hidden.reshape(B, R, -1), tokens=following, count=count, kept=count)
         positions = jnp.where(live, sequences.positions + count, 0)
         return EngineSlots(tokens=last, positions=positions, live=live, counts=counts, drafts=drafts), all_rows
 
@@ -573,21 +629,22 @@ def _drafts_of(slots: EngineSlots) -> DraftSlots:
     return slots.drafts
 
 
-def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
-    """Return the window's sequences; their counts remain those of all slots."""
+def _begin(slots: EngineSlots, window: DecodeWindow, *, rows: int = 1) -> EngineSlots:
+    """Return the window's sequences, with so many rows for drafts; their counts remain those of all slots."""
     old = jax.tree.map(lambda rows: rows[window.slots], replace(slots, counts=None))
     nobody = window.slots == len(slots.live) - 1
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    drafts = None if old.drafts is None else as_begun(old.drafts, window.fresh, window.tokens)
+    drafts = None if old.drafts is None else as_begun(old.drafts, window.fresh, window.tokens).of_rows(rows)
     positions = jnp.where(live, positions, 0)
     return EngineSlots(tokens=tokens, positions=positions, live=live, counts=slots.counts, drafts=drafts)
 
 
 def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:
     """Return the state of all slots after a window of these sequences."""
-    new = replace(sequences, counts=None)
+    drafts = sequences.drafts and sequences.drafts.of_rows(_drafts_of(slots).tokens.shape[1])
+    new = replace(sequences, counts=None, drafts=drafts)
     after = jax.tree.map(lambda rows, changed: rows.at[window.slots].set(changed), replace(slots, counts=None), new)
     return replace(after, counts=sequences.counts)
 

@@ -85,29 +85,34 @@ class Sequence:
     length: int = 0
     """Tokens of prompt and answer that are known."""
     reach: int = 0
-    """Tokens of both after all windows that were given out."""
+    """Tokens of both after all windows that were given out, at most."""
+    sure: int = 0
+    """Tokens that these have at least, unless they end it; of a grammar, which may refuse all, those that are known."""
     windows: int = 0
     """Given out and not received yet."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
     """Its place in the grammar, if it follows one."""
-    drafted: bool = False
-    """A window gives it as many tokens as are accepted."""
+    drafted: int = 0
+    """Tokens that a head drafted for it, and those of them that were accepted."""
+    accepted: int = 0
+    back: bool = False
+    """Its grammar has refused tokens, so that the device must go back to those that are known."""
 
     def __post_init__(self) -> None:
-        self.length = self.reach = len(self.request.prompt)
+        self.length = self.reach = self.sure = len(self.request.prompt)
         self.matcher = self.request.grammar.start() if self.request.grammar else None
 
     @property
     def waits(self) -> bool:
         """Return whether its next window depends on the result of the one under way."""
-        return (self.matcher is not None or self.drafted) and self.windows > 0
+        return self.matcher is not None and self.windows > 0
 
     @property
     def ends_under_way(self) -> bool:
         """Return whether it certainly ends in the windows that were given out."""
-        return (self.length if self.matcher or self.drafted else self.reach) >= self.end
+        return self.sure >= self.end
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
@@ -183,9 +188,14 @@ class SchedulerOutput:
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     """Slots from and to, copied with all that a slot has besides numbered pages."""
     fresh: list[Sequence] = field(default_factory=list)
-    """Answers that begin, or go on from what the host knows: after they waited, or by a grammar."""
+    """Answers that begin, or go on from what the host knows: after they waited, or where a grammar refused tokens."""
     answers: list[Sequence] = field(default_factory=list)
     """Answers that decode in the window."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the known tokens of the answers that decode, with their prompts'."""
+        return sum(sequence.length for sequence in self.answers)
 
     @property
     def rows(self) -> Iterator[list[Prefill]]:
@@ -217,10 +227,11 @@ class Scheduler:
 
     Args:
         plan: of the cache.
-        steps: of a window.
+        steps: of a window, each of which chooses a token of every answer.
         remembers: let prompts share the pages of texts that begin alike, also after these have ended.
         rewinds: answers can go back some tokens in what they hold; otherwise it is computed again.
-        drafts: a window has up to so many steps, as many as drafts are accepted.
+        rows: tokens that a step chooses at most, where a head drafts; then at least one of a prompt's is always
+            computed, since the first draft reads its state.
         outside: pages of held answers for which there is room outside of the cache.
         tile: answers have training's bits, whose keys are in tiles of so many tokens; None for any bits. Pages of
             answers then serve no prompt, whose tiles do not begin anew within it.
@@ -233,14 +244,15 @@ class Scheduler:
         *,
         remembers: bool = False,
         rewinds: bool = True,
-        drafts: bool = False,
+        rows: int = 1,
         outside: int = 0,
         tile: int | None = None,
     ):
         self._tile = tile
-        self._remembers, self._rewinds, self._drafts, self._outside = remembers, rewinds, drafts, outside
+        self._remembers, self._rewinds, self._outside = remembers, rewinds, outside
+        self._least, self._drafts = steps, rows > 1
         self._held, self._saves = dict[Sequence, Held](), list[tuple[PageCopy, list[int]]]()
-        self._waiting, self._steps = deque[Sequence](), steps
+        self._waiting, self._steps = deque[Sequence](), steps * rows
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._pages = max(plan.pages, 1)
         self._running: list[Sequence] = []
@@ -250,7 +262,7 @@ class Scheduler:
     def add(self, answers: Iterable[Sequence]) -> None:
         """Let further answers wait, in order."""
         for sequence in answers:
-            sequence.reach, sequence.drafted = sequence.length, self._drafts
+            sequence.reach = sequence.sure = sequence.length
             self._waiting.append(sequence)
 
     def forget(self) -> None:
@@ -285,29 +297,39 @@ class Scheduler:
             pass
         rests = set(resting).difference(work.fresh)  # who has just got a slot begins
         going = [sequence for sequence in self._running if not sequence.waits and sequence not in rests]
-        work.fresh += [sequence for sequence in going if sequence.matcher and sequence not in work.fresh]
+        work.fresh += [sequence for sequence in going if sequence.back and sequence not in work.fresh]
         # The longest first: programs of attention begin in this order, and the last ones to end are short.
         work.answers = sorted(going, key=lambda sequence: -sequence.reach)
         for sequence in work.answers:
-            sequence.reach = min(sequence.reach + self._steps, sequence.end)
-            sequence.windows += 1
+            sequence.windows, sequence.back = sequence.windows + 1, False
+            self._foresee(sequence)
         if not work.answers:
             return None
         work.saves, self._saves = self._saves, []
         return work
 
-    def receive(self, sequence: Sequence, tokens: Tokens, ends: bool) -> None:
-        """Note an answer's new tokens, and whether it ended before its limit; it goes back if they are fewer."""
+    def _foresee(self, sequence: Sequence) -> None:
+        """Set how far an answer comes in the windows that were given out."""
+        sequence.reach = min(sequence.length + sequence.windows * self._steps, sequence.end)
+        windows = 0 if sequence.matcher else sequence.windows
+        sequence.sure = min(sequence.length + windows * self._least, sequence.end)
+
+    def receive(self, sequence: Sequence, tokens: Tokens, ends: bool, *, back: bool = False) -> None:
+        """Note an answer's new tokens, whether it ended before its limit, and whether its grammar refused further ones.
+
+        Those of the device that it refused are chosen again.
+        """
         sequence.received.append(tokens)
         sequence.new += tokens.ids.tolist()
         sequence.length += len(tokens.ids)
         if ends:
             self.end(sequence)
-        elif (sequence.matcher or sequence.drafted) and sequence.length < sequence.reach:
-            sequence.reach = sequence.length
-            if sequence.matcher and not self._rewinds:
-                self._leave(sequence)
-                self._waiting.appendleft(sequence)
+            return
+        self._foresee(sequence)
+        sequence.back = back
+        if back and not self._rewinds:
+            self._leave(sequence)
+            self._waiting.appendleft(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """End an answer early."""
@@ -409,7 +431,7 @@ class Scheduler:
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
         group = self._siblings(first)
         names = self._names(first, tokens) if self._remembers else []
-        there = self._pool.find(names)
+        there = self._pool.find(names[: (known - 1) // PAGE] if self._drafts else names)
         images = first.request.images
         if images is not None and images.places[-1] >= len(there) * PAGE:
             there = []  # features enter rows of whole prompts alone

@@ -43,6 +43,11 @@ class WindowSizes:
         mean = seconds if before is None else before + _LATEST * (seconds - before)
         self._times[size] = mean, monotonic()
 
+    def seconds(self, count: int) -> float | None:
+        """Return what a window of so many answers takes; None where that is not known."""
+        sizes = [size for size in sorted({*self._ready, self._slots}) if size >= count]
+        return self._time(sizes[0]) if sizes else None
+
     def widest(self, count: int, *, as_fast: bool) -> int:
         """Return the largest size to which windows of `count` answers, or more, may be filled up.
 

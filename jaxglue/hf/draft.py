@@ -1,6 +1,7 @@
 """Draft heads in files: read from a model's folder, and written under its names beside an adapter or in a folder."""
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from jaxglue.files.atomic import atomic_file
+from jaxglue.files.json_file import read_json, write_json
 from jaxglue.hf.checkpoint import open_checkpoint
 from jaxglue.hf.experts import expert_parts, find_source, part_shape
 from jaxglue.hf.tensor_files import TensorFiles, write_file
@@ -18,6 +21,10 @@ from jaxglue.models.draft import DRAFTS, DraftHead, DraftTensors, build_draft, p
 
 DRAFT_FILE = "draft.safetensors"
 """A trained head beside an adapter, under the names of the base's files."""
+TOKENS_FILE = "draft_tokens.json"
+"""Beside a trained head: the tokens that drafts are chosen among."""
+MOST_TOKENS = 32_768
+"""Tokens that drafts are chosen among, where a vocabulary has more than twice as many."""
 _EMBEDDING = "model.embed_tokens.weight"
 _ROWS = 4096
 
@@ -48,13 +55,13 @@ def find_draft(folder: str | Path, config: DecoderConfig) -> DraftFiles:
     """
     if config.model_type not in DRAFTS:
         known = ", ".join(sorted(DRAFTS))
-        raise ValueError(f"{config.model_type} has no draft head here: --train-draft is for {known}")
+        raise ValueError(f"{config.model_type} has no draft head here: those of {known} are read")
     names, model = DRAFTS[config.model_type].of(config.num_hidden_layers), open_checkpoint(folder)
     files = TensorFiles(sorted({info.file for info in (*model.tensors.values(), *model.others.values())}), names)
     if not files.tensors:
         raise ValueError(
             f"{folder} holds no draft head ({names.known.start}…), which transformers leaves out when it saves a "
-            "model: use the published folder, or leave out --train-draft"
+            "model: use the published folder, or leave out --train-draft and --drafts"
         )
     shapes = draft_shapes(config)
     sources = {name: find_source(files, name, shape) for name, shape in shapes.items()}
@@ -79,6 +86,39 @@ def find_draft(folder: str | Path, config: DecoderConfig) -> DraftFiles:
         parts: Mapping[str, Any] = {} if name in files.tensors else expert_parts(name, shape)
         layout |= {tensor: (name, index) for tensor, index in (parts or {name: ()}).items()}
     return DraftFiles(files, shapes, layout)
+
+
+def find_head(folder: str | Path, config: DecoderConfig, adapter: Path | None) -> DraftFiles:
+    """Find a folder's draft head, or the one that was trained beside an adapter on it; errors as of `find_draft`."""
+    found = find_draft(folder, config)
+    if read_draft(adapter, folder):
+        assert adapter is not None
+        names = DRAFTS[config.model_type].of(config.num_hidden_layers)
+        found = found._replace(files=TensorFiles([adapter / DRAFT_FILE], names))
+    return found
+
+
+def folder_has_head(folder: str | Path, config: DecoderConfig) -> bool:
+    """Tell whether a folder has tensors under the names of its family's draft heads."""
+    if config.model_type not in DRAFTS:
+        return False
+    names, model = DRAFTS[config.model_type].of(config.num_hidden_layers), open_checkpoint(folder)
+    files = sorted({info.file for info in (*model.tensors.values(), *model.others.values())})
+    return bool(TensorFiles(files, names).tensors)
+
+
+def head_modules(folder: str | Path, config: DecoderConfig) -> list[str]:
+    """Return the names of the modules with matrices of a folder's draft head, if it has one, which are never quantized.
+
+    Readers of quantized folders find them among the modules to leave alone.
+    """
+    if config.model_type not in DRAFTS:
+        return []
+    names, others = DRAFTS[config.model_type].of(config.num_hidden_layers), open_checkpoint(folder).others
+    owned = TensorFiles(sorted({info.file for info in others.values()}), names)
+    assert owned.names is not None
+    matrices = [owned.names.stored(name) for name, info in owned.tensors.items() if len(info.shape) > 1]
+    return sorted(name.removesuffix(".weight") for name in matrices)
 
 
 def draft_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -107,11 +147,7 @@ def _check_copies(model: TensorFiles, files: TensorFiles) -> None:
 
 def load_draft(folder: str | Path, config: DecoderConfig, *, dtype: Any, adapter: Path | None = None) -> DraftHead:
     """Load a folder's draft head, or the one that was trained beside an adapter on it; errors as of `find_draft`."""
-    found = find_draft(folder, config)
-    if read_draft(adapter, folder):
-        assert adapter is not None
-        names = DRAFTS[config.model_type].of(config.num_hidden_layers)
-        found = found._replace(files=TensorFiles([adapter / DRAFT_FILE], names))
+    found = find_head(folder, config, adapter)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build_draft(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
     def value(name: str, spec: Any) -> jax.Array:
@@ -146,6 +182,42 @@ def copied_tensors(folder: str | Path, config: DecoderConfig, read: Callable[[st
         return {}
     names, others = DRAFTS[config.model_type].of(config.num_hidden_layers), open_checkpoint(folder).others
     return {copy: read(name) for copy, name in names.copies().items() if copy in others}
+
+
+def frequent_tokens(counts: Int[np.ndarray, " V"]) -> list[int] | None:
+    """Return the tokens that drafts are chosen among, in order, by how often texts have each; None for all.
+
+    Where texts have fewer, tokens follow that have the lowest ids: those of byte pairs are numbered by frequency.
+    """
+    if len(counts) <= 2 * MOST_TOKENS:
+        return None
+    return np.sort(np.argsort(-counts, kind="stable")[:MOST_TOKENS]).tolist()
+
+
+def write_draft_tokens(folder: Path, tokens: list[int]) -> None:
+    """Write the tokens that drafts are chosen among beside a head."""
+    write_json(folder / TOKENS_FILE, {"tokens": tokens})
+
+
+def read_draft_tokens(folder: str | Path, adapter: Path | None, vocabulary: int) -> list[int] | None:
+    """Return the tokens that drafts are chosen among, of an adapter's head or a folder's; None for all.
+
+    Raises:
+        ValueError: a file that does not list tokens of the vocabulary in their order.
+    """
+    found = [each / TOKENS_FILE for each in (adapter, Path(folder)) if each and (each / TOKENS_FILE).is_file()]
+    if not found:
+        return None
+    content = read_json(found[0])
+    listed = content.get("tokens") if isinstance(content, dict) else None
+    tokens: list[int] = listed if isinstance(listed, list) and all(type(token) is int for token in listed) else []
+    rising = all(token < following for token, following in pairwise([-1, *tokens, vocabulary]))
+    if not tokens or not rising:
+        raise ValueError(
+            f"{found[0]}: expected rising `tokens` below {vocabulary}: delete it, so that drafts read the whole "
+            "vocabulary"
+        )
+    return tokens
 
 
 def write_draft(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

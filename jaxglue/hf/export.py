@@ -20,7 +20,7 @@ from jaxglue.files.atomic import atomic_folder
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import has_weights, open_checkpoint, read_config, stored_form
-from jaxglue.hf.draft import copied_tensors
+from jaxglue.hf.draft import copied_tensors, head_modules
 from jaxglue.hf.experts import checkpoint_layout, expert_parts, part_shape
 from jaxglue.hf.export_check import ExportCheck, check_quantized
 from jaxglue.hf.files import MAX_SHARD_BYTES, refuse_link_out
@@ -166,7 +166,7 @@ def quantize_folder(
     specs, read_quantized = quantized_tensors(plain, read, made, matrices)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        describe_format(temporary, made, unquantized_modules(config))
+        describe_format(temporary, made, unquantized_modules(config, base))
         write_shards(temporary, *stored_form(base, specs, read_quantized), max_shard_bytes, progress)
         return check_quantized(base, temporary, made, matrices)
 
@@ -179,10 +179,10 @@ def describe_format(folder: Path, made: WeightFormat, unquantized: Sequence[str]
         write_json(folder / name, content)
 
 
-def unquantized_modules(config: DecoderConfig) -> list[str]:
-    """Return the modules beside the decoder layers that stay as they are."""
+def unquantized_modules(config: DecoderConfig, base: str | Path) -> list[str]:
+    """Return the modules beside the decoder layers of a base that stay as they are."""
     around = WRAPPERS[config.wrapper].unquantized if config.wrapper else []
-    return ["score" if config.scores else "lm_head", *around]
+    return ["score" if config.scores else "lm_head", *around, *head_modules(base, config)]
 
 
 def linear_matrices(

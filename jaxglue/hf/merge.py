@@ -1,6 +1,7 @@
 """Merging an adapter into its base model: weight deltas, and their export as a complete Hugging Face folder."""
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix, warn_of
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import MAGNITUDE, SCORE, is_adapter
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config, stored_form, untie_files
-from jaxglue.hf.draft import read_draft
+from jaxglue.hf.draft import TOKENS_FILE, read_draft
 from jaxglue.hf.experts import expert_parts, find_source, part_shape, read_expanded
 from jaxglue.hf.export import (
     copy_texts,
@@ -114,7 +115,7 @@ def export_adapter(
         if matrices:
             describe_format(temporary, made)
         _describe(merge, merge.adapter, Path(base), temporary)
-        head = read_draft(Path(adapter), base)
+        head = _trained_head(Path(adapter), base, temporary)
         write_shards(temporary, *stored_form(base, specs, read, head), max_shard_bytes, progress)
         dtypes = merge.dtypes | ({np.dtype(jnp.float4_e2m1fn)} if matrices else set())
         check = check_merge(base, merge.config, merge.adapter, temporary, dtypes, rows)
@@ -160,11 +161,20 @@ def _export_rounded(
     with atomic_folder(output) as temporary:
         copy_texts(base, temporary, specs)
         if not (served and made.parts):
-            describe_format(temporary, made, unquantized_modules(merge.config))
+            describe_format(temporary, made, unquantized_modules(merge.config, base))
         _describe(merge, adapter, base, temporary)
-        write_shards(temporary, *stored_form(base, specs, read), max_shard_bytes, progress)
+        head = _trained_head(adapter.folder, base, temporary)
+        write_shards(temporary, *stored_form(base, specs, read, head), max_shard_bytes, progress)
         dtypes = merge.dtypes | {np.dtype(jnp.bfloat16)}
         return check_merge(base, merge.config, adapter, temporary, dtypes, rows, rounding)
+
+
+def _trained_head(adapter: Path, base: str | Path, output: Path) -> Mapping[str, np.ndarray]:
+    """Return the tensors of the head trained beside an adapter, if there is one; copy the tokens that it drafts."""
+    head = read_draft(adapter, base)
+    if head and (adapter / TOKENS_FILE).is_file():
+        shutil.copyfile(adapter / TOKENS_FILE, output / TOKENS_FILE)
+    return head
 
 
 def _refuse_quantized_others(others: Mapping[str, TensorInfo]) -> None:

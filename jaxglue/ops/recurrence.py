@@ -77,6 +77,32 @@ class SlotStates:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Replayed:
+    """States of sequences before the tokens of a step, some of which count: the next step applies these. A pytree."""
+
+    states: Any
+    """Of all slots."""
+    kept: tuple[Float[Array, "slots R *V"], ...]
+    """What each of the tokens gave to the states."""
+
+    @classmethod
+    def empty(cls, states: Any, values: tuple[jax.ShapeDtypeStruct, ...], slots: int, rows: int, device=None):
+        """Return states with room for so many tokens of each slot, which give such values."""
+        return cls(states, tuple(zeros_on(device, (slots, rows, *spec.shape), spec.dtype) for spec in values))
+
+    def read(self, slots: Int[Array, " S"]) -> tuple[Float[Array, "S R *V"], ...]:
+        """Return what the tokens of these slots gave."""
+        return tuple(stored[slots] for stored in self.kept)
+
+    def keep(self, index: int, slots: Int[Array, " S"], values: Float[Array, "S n *V"]) -> "Replayed":
+        """Return the same with what n tokens of these slots gave, the `index`-th of their values."""
+        stored = self.kept[index]
+        written = stored.at[slots, : values.shape[1]].set(values.astype(stored.dtype))
+        return Replayed(self.states, (*self.kept[:index], written, *self.kept[index + 1 :]))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KeysAndStates:
     """All that a layer remembers of sequences by attention and by a recurrence beside it. A pytree."""
 

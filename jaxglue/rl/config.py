@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from jaxglue.generation.config import Drafts, is_number
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, Excludes, Range
+from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synonyms
 
 
 def file_of_function(text: str) -> str | None:
@@ -77,6 +78,13 @@ class RolloutConfig(Config):
     ] = "auto"
     """Sample with the very bits of training, whatever is decoded together: log-probabilities of sampling are then those
     of the loss, and ratios of the first update are 1. auto is off until rates of GPUs are known."""
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact_sampling", "drafts are verified several at a time", _is_on, when=is_number),
+    ] = "off"
+    """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
+    as many as save time, by the answers under way and how many drafts they accept."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

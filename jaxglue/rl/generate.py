@@ -43,6 +43,9 @@ class Policy(Protocol):
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
 
+    def draft_acceptance(self) -> float | None:
+        """Return the share of drafts that were accepted since the last call; None where there were none."""
+
     @property
     def teacher_matrix(self) -> Float[Array, "V E"]:
         """Return the teacher's output projection."""

@@ -107,7 +107,10 @@ class RolloutSteps(Iterator[Step]):
             if kind not in self._warned:
                 self._warned.add(kind)
                 _log.warning("step %d: %s", step + 1, text)
-        self._window.extend(make_steps(plan, self._writer.policy, generation, advantages))
+        first, *others = make_steps(plan, self._writer.policy, generation, advantages)
+        if (share := self._writer.policy.draft_acceptance()) is not None:
+            first = replace(first, metrics={**first.metrics, "drafts/accepted": share})
+        self._window.extend([first, *others])
         self._following = generation.following
 
     def evaluate(self) -> dict[str, float]:

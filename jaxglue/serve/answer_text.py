@@ -50,6 +50,8 @@ class AnswerText:
         """Tokens with their log-probabilities, where these are asked for."""
         self._content: str | None = None
         """The text beside tool calls, once these have come."""
+        self.drafts = 0, 0
+        """Tokens that were drafted, and accepted ones."""
         self.finish: str | None = None
         special = added_tokens(tokenizer).special.items() if request.sampling.stop else ()
         self._special_stops = {id: text for text, id in special if text in request.sampling.stop}
@@ -58,7 +60,7 @@ class AnswerText:
 
     def add(self, event: Event) -> int:
         """Add an event's tokens; return the number of those up to the answer's end."""
-        before = self.count
+        before, self.drafts = self.count, event.drafts
         for index, token in enumerate(event.tokens):
             self.count += 1
             if self._call.log_probs is not None:
@@ -197,10 +199,15 @@ def _by_text(entry: _TokenText) -> dict[str, float] | None:
     return {text: _finite(log_prob) for text, log_prob in reversed(pairs)}
 
 
-def usage(requests: Sequence[Request], answers: Sequence[AnswerText]) -> dict[str, int]:
-    """Return the numbers of tokens."""
+def usage(requests: Sequence[Request], answers: Sequence[AnswerText]) -> dict[str, Any]:
+    """Return the numbers of tokens, and of drafts, where there are any, under OpenAI's names for predicted outputs."""
     prompt, new = sum(len(request.prompt) for request in requests), sum(answer.count for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    drafted, accepted = (sum(counts) for counts in zip(*(answer.drafts for answer in answers), strict=True))
+    if drafted:
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        counts["completion_tokens_details"] = details
+    return counts
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from jaxglue.generation.config import AssistantConfig, SamplingConfig
+from jaxglue.generation.config import AnsweringConfig, AssistantConfig, SamplingConfig
 from jaxglue.serve.local import LOOPBACK
 from jaxglue.settings.config import Alias, NonNegativeInt, PositiveInt, Range
 
@@ -14,7 +14,7 @@ STDIN = Path("-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(AssistantConfig):
+class GenerateConfig(AnsweringConfig):
     """Answer prompts with a model and an optional adapter."""
 
     prompt: tuple[str, ...] = ()
@@ -30,9 +30,6 @@ class GenerateConfig(AssistantConfig):
     """The most prompts to answer at a time; by default as many as free memory holds. With 1, answers stream."""
     raw: bool = False
     """Continue the prompts verbatim, without the chat template."""
-    drafts: Annotated[int, Range(ge=0, le=5)] = 0
-    """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
-    without. 0 drafts none; answers that follow a schema or expression are not drafted."""
     json_schema: Path | None = None
     """File with a JSON schema that answers follow; needs llguidance."""
     regex: str | None = None
@@ -51,11 +48,6 @@ class GenerateConfig(AssistantConfig):
             raise ValueError("--json-schema and --regex: an answer follows one of them; leave the other out")
         if self.json_schema and not self.json_schema.is_file():
             raise ValueError(f"--json-schema: no such file: {self.json_schema}")
-
-    @property
-    def drafted(self) -> int:
-        """See `AssistantConfig`."""
-        return self.drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +69,7 @@ class ScoreConfig(AssistantConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(AssistantConfig):
+class ServeConfig(AnsweringConfig):
     """Serve a model with an optional adapter over OpenAI's HTTP interface."""
 
     host: str = "127.0.0.1"

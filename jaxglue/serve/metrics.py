@@ -25,6 +25,8 @@ class Metrics:
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.", model)
         self._new = self._counter("vllm:generation_tokens", "Tokens of answers.", model)
         self._ended = self._counter("vllm:request_success", "Answers that ended.", (*model, "finished_reason"))
+        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", model)
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", model)
         self._first = self._histogram("vllm:time_to_first_token_seconds", "Time to an answer's first token.", _SECONDS)
         self._each = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Time to a request's end.", _SECONDS)
@@ -60,6 +62,11 @@ class Metrics:
         self._new.labels(model).inc(tokens)
         if seconds is not None and tokens:
             self._each.labels(model).observe(seconds / tokens)
+
+    def draft(self, model: str, drafted: int, accepted: int) -> None:
+        """Count the drafts of an answer that ended."""
+        self._drafted.labels(model).inc(drafted)
+        self._accepted.labels(model).inc(accepted)
 
     def end(self, model: str, seconds: float, finishes: Sequence[str]) -> None:
         """Note a request's end, and why its answers ended."""

@@ -16,7 +16,7 @@ from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import DecodeBatch
 from jaxglue.generation.grammar import is_installed
 from jaxglue.generation.inputs import ProgramKind
-from jaxglue.generation.pages import PAGE, CachePlan, plan_cache
+from jaxglue.generation.pages import PAGE, CachePlan
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Finish, Request, Sequence
 
@@ -43,6 +43,8 @@ class Event:
     error: str | None = None
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most likely tokens in the place of each, with their log-probabilities, as many as the request asks for."""
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that were drafted for the answer so far, and those of them that were accepted."""
 
 
 @dataclass(eq=False)
@@ -293,7 +295,8 @@ class Service:
             new = answer.received[-1]
             pairs = zip(new.top_ids.tolist(), new.top_log_probs.tolist(), strict=True)
             top = [list(zip(*pair, strict=True)) for pair in pairs] if answer.request.top_log_probs else []
-            ticket.listen(Event(answer.answer, tokens.tolist(), new.model_log_probs.tolist(), finish, top=top))
+            drafts, log_probs = (answer.drafted, answer.accepted), new.model_log_probs.tolist()
+            ticket.listen(Event(answer.answer, tokens.tolist(), log_probs, finish, top=top, drafts=drafts))
             if finish:
                 self._forget(ticket, answer)
 
@@ -365,8 +368,8 @@ def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | 
     while True:
         lengths = [(end // 2, end) for end in (longest, *[min(longest, _TYPICAL)] * (slots - 1))]
         try:
-            options: Any = {"cache_dtype": assistant.engine.cache_dtype, "free": memory, "limit": "--max-length"}
-            return plan_cache(lengths, assistant.config, assistant.dtype, **options), longest
+            options: Any = {"free": memory, "limit": "--max-length"}
+            return assistant.engine.plan_lengths(lengths, **options), longest
         except ValueError:
             if length is not None or longest // 2 < _SHORTEST:
                 raise

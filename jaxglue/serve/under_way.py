@@ -87,6 +87,7 @@ class Answers:
         record.new_tokens += tokens
         if finish is not None:
             record.finishes.append(finish)
+            self._metrics.draft(record.model, *self.texts[index].drafts)
 
     async def finish(self, http: HttpRequest) -> None:
         """Wait for the answers, unless the client hangs up; errors as of `progress`."""

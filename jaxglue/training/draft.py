@@ -44,6 +44,7 @@ def plan_draft(config: TrainConfig, workload: Workload) -> DraftPlan | None:
     Raises:
         ValueError: there is none, or settings that it does not go with.
     """
+    _check_drafts(config, workload)
     if config.model.train_draft == "off":
         return None
     objective, flag = config.objective.objective, f"--train-draft {config.model.train_draft}"
@@ -64,6 +65,16 @@ def plan_draft(config: TrainConfig, workload: Workload) -> DraftPlan | None:
         lora=lora if method == "lora" else None,
         optimizer=replace(config.optimizer, learning_rate=rate),
     )
+
+
+def _check_drafts(config: TrainConfig, workload: Workload) -> None:
+    """Raise ValueError for answers that are to be drafted on several devices, or by a head that is not there."""
+    drafts = config.rollouts.drafts if workload.objective.needs_rollouts else "off"
+    if drafts in ("off", "auto"):
+        return
+    if workload.mesh.devices > 1:
+        raise ValueError(f"--drafts {drafts} runs on one GPU, and --mesh {workload.mesh} names {workload.mesh.devices}")
+    find_draft(config.model.folder, workload.config)
 
 
 class Acceptance(NamedTuple):

@@ -11,13 +11,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.draft import DRAFT_FILE, write_draft
+from jaxglue.hf.draft import DRAFT_FILE, frequent_tokens, write_draft, write_draft_tokens
 from jaxglue.hf.export import describe_classifier, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
@@ -99,6 +100,8 @@ def write_result(
         with output.writing(name, ROWS_FILE, TRAINED_FILE):
             all_weights = {**state.trainable, **_random_tower(run, state)}
             export_result(run, all_weights, path, base, write=processes.is_main, draft=head)
+            if head and processes.is_main and (tokens := likely_tokens(run)):
+                write_draft_tokens(path, tokens)
             if run.objective.reads:
                 describe_reads(run, parts, state.trainable, state.frozen, path, write=processes.is_main)
             trees = parts.graphdefs, state.trainable, state.frozen
@@ -312,6 +315,14 @@ class Exportable(Protocol):
     @property
     def stops(self) -> frozenset[int]:
         """Return the tokens at which the trained model's answers end."""
+
+
+def likely_tokens(run: Run) -> list[int] | None:
+    """Return the tokens that drafts of a run's model are chosen among, by its targets; None for all, as of streams."""
+    if not isinstance(run.data.train, TokenDataset):
+        return None
+    store = run.data.train.store
+    return frequent_tokens(np.bincount(store.tokens[store.mask > 0], minlength=run.model.vocab_size))
 
 
 def export_result(

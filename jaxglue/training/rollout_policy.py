@@ -1,6 +1,8 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ from jaxglue.data.iterator import See, seen_batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import tower_of
-from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.config import Drafts, SamplingConfig
+from jaxglue.generation.draft_rule import DraftCounts
+from jaxglue.generation.drafts import load_head
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.turns import TurnSource
 from jaxglue.hf.hub import model_path
@@ -105,14 +109,15 @@ class TrainedPolicy:
         """The present weights; who advances them sets it."""
         self._parts, self._tokenizer = parts, run.tokenizer
         self._processor = next((reader.rules.processor for reader in run.data.readers), None)
-        self._engine = Engine(
-            parts.graphdefs,
-            run.model,
-            dtype=run.dtype,
-            attention=run.workload.attention,
-            as_written=True,
-            exact=run.workload.exact,
-        )
+        trees, self._head = (state.trainable, state.frozen), None
+        if run.mesh.devices == 1:  # otherwise a number of drafts is refused, and auto means none
+            drafts: Drafts = "off" if run.workload.exact else plan.config.drafts
+            self._head = load_head(drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype)
+        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
+        options["drafting"] = self._head and self._head.drafting
+        self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
+        self._drafts = DraftCounts()
+        """Drafts when their acceptance was last asked for."""
         sampling = SamplingConfig(
             max_tokens=plan.config.max_completion_length,
             temperature=run.objective.temperature,
@@ -145,7 +150,7 @@ class TrainedPolicy:
         seen: Sequence[PromptImages | None] = [None] * len(prompts)
         if any(images):
             prompts, seen = self._seen(prompts, images)
-        groups = self._sample(self.state.trainable, self.state.frozen, prompts, seen, indices, count)
+        groups = self._sample(*self._trees, prompts, seen, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
     def _seen(
@@ -175,7 +180,20 @@ class TrainedPolicy:
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        self._sample.converse(self.state.trainable, self.state.frozen, sources, count)
+        self._sample.converse(*self._trees, sources, count)
+
+    def draft_acceptance(self) -> float | None:
+        """Return the share of drafts that were accepted since the last call; None where there were none."""
+        before, counts = self._drafts, self._engine.drafts
+        self._drafts = replace(counts)
+        made = counts.made - before.made
+        return (counts.accepted - before.accepted) / made if made else None
+
+    @property
+    def _trees(self) -> tuple[Params, Params]:
+        """Return the present weights, with the draft head."""
+        trees = self.state.trainable, self.state.frozen
+        return trees if self._head is None else self._head.beside(trees)
 
     def log_probs(self, batch: Batch, *, reference: bool = False) -> Float[Array, "B T"]:
         """Return log-probabilities of targets under the present weights, or under those that training began with.

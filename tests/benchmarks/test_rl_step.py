@@ -28,7 +28,10 @@ def test_settings_of_recorded_commands_make_a_run(tmp_path, flags):
 
 
 @repeats_parts_of("test_settings_of_recorded_commands_make_a_run")
-@pytest.mark.parametrize("flags", [("--train-rows", "1", "--compared", "256"), ("--train-alone",)])
+@pytest.mark.parametrize(
+    "flags",
+    [("--train-rows", "1", "--compared", "256"), ("--train-alone",), ("--shape", "tiny-qwen3.5", "--drafts", "2")],
+)
 def test_all_phases_end(tmp_path, monkeypatch, flags):
     import rl_step
 
@@ -37,4 +40,5 @@ def test_all_phases_end(tmp_path, monkeypatch, flags):
     rl_step.main()
     (results,) = json.loads(file.read_text())["results"]
     sampled = {"sampling", "packing", "comparison", "pass of 4 rows", "step"}
+    assert "--drafts" not in flags or (results["drafts"]["made"] and results["times"]["step"] > 0)
     assert {"load", "training"} | (set() if "--train-alone" in flags else sampled) <= results.keys()

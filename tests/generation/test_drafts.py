@@ -1,5 +1,7 @@
 """Drafts: answers with them are those without, token by token, whatever decides a token."""
 
+from dataclasses import dataclass, replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,9 +9,12 @@ from flax import nnx
 from selection import repeat
 
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.drafts import Drafting, DraftPrograms, accepted, why_no_drafts
+from jaxglue.generation.draft_rule import DraftChoice, DraftRule, StepBytes
+from jaxglue.generation.drafts import Drafting, DraftPrograms, LoadedHead, accepted, why_no_drafts, words_of
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.scheduler import Request
+from jaxglue.hf.draft import frequent_tokens, read_draft_tokens, write_draft_tokens
 from jaxglue.models.draft import build_draft
 from jaxglue.models.parameters import split_model
 
@@ -18,12 +23,34 @@ HYBRID = {
     **{"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 EXPERTS = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOWS = {"model_type": "mistral", "sliding_window": 16}
+LATENT = {
+    **{"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}
+MAMBA = {
+    **{"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4},
+    **{"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2},
+    **{"shared_intermediate_size": 32, "num_local_experts": 0},
+}
+CONVOLUTIONS = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 SETTINGS = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0},
     "nucleus": {"temperature": 0.7, "top_p": 0.8},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.7, "repetition_penalty": 1.2},
 }
+
+
+def made(family, tiny_model, **fields):
+    """A small model's modules and parameters, without a head and with a drawn one."""
+    fields = {**family, "num_hidden_layers": 2, "initializer_range": 0.3, **fields}
+    model = tiny_model(fields.pop("model_type"), **fields)
+    graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    drafted = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
+    return (graphdefs, model.config), (trainable, frozen), graphdef, drafted
 
 
 def requests():
@@ -35,63 +62,211 @@ def requests():
         yield Request(prompt, sampling, index, n=1 + (index == 2), logit_bias={4: 0.5} if index == 1 else {})
 
 
-def answers(engine, trees, **options):
+def answers(engine, trees, asked, **options):
     """Return tokens and log-probabilities of all answers."""
-    done = engine.generate(*trees, list(requests()), stop=(5,), **options)
+    done = engine.generate(*trees, list(asked), stop=(5,), **options)
     return {(each.number, each.answer): (each.tokens, each.log_probs, each.finish) for each in done}
 
 
-@pytest.mark.parametrize(
-    ("family", "drafts", "whole"), [(HYBRID, 2, False), repeat(HYBRID, 1, True), repeat(EXPERTS, 3, False)]
-)
-def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
-    fields = {**family, "vocab_size": 6, "num_hidden_layers": 2, "initializer_range": 0.3}
-    model = tiny_model(fields.pop("model_type"), **fields)
-    head = build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1))
-    graphdef, state = nnx.split(head)
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    expected = answers(Engine(graphdefs, model.config, dtype=jnp.float32), (trainable, frozen), slots=3)
-    engine = Engine(graphdefs, model.config, dtype=jnp.float32, drafting=Drafting(graphdef, drafts))
-    trees = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
-    found = answers(engine, trees, slots=3, whole=whole)
+def check_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, (tokens, log_probs, finish) in expected.items():
         np.testing.assert_array_equal(found[name][0], tokens)
         np.testing.assert_allclose(found[name][1], log_probs, rtol=0, atol=1e-4)
         assert found[name][2] == finish
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "whole"),
+    [
+        (HYBRID, 2, False),
+        repeat(HYBRID, 1, True),
+        repeat(EXPERTS, 3, False),
+        repeat(WINDOWS, 2, False),
+        repeat(LATENT, 2, False),
+        repeat(MAMBA, 2, False),
+        repeat(CONVOLUTIONS, 2, False),
+    ],
+)
+def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
+    model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
+    expected = answers(Engine(*model, dtype=jnp.float32), trees, requests(), slots=3)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, drafts))
+    check_equal(answers(engine, drafted, requests(), slots=3, whole=whole), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
+
+
+def test_drafts_among_frequent_words_change_no_answer(tiny_model):
+    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    expected = answers(Engine(*model, dtype=jnp.float32), trees, requests(), slots=3)
+    counts = dict[tuple[int, ...], int]()
+    for words in ([0, 1, 2, 3, 4, 5], [2]):
+        weights = {"draft": drafted[1]["draft"], "draft_words": words_of(model[0], trees, words)}
+        loaded = LoadedHead(Drafting(head, 2), weights)
+        engine = Engine(*model, dtype=jnp.float32, drafting=loaded.drafting)
+        check_equal(answers(engine, loaded.beside(trees), requests(), slots=3), expected)
+        counts[tuple(words)] = engine.drafts.accepted
+    whole = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
+    answers(whole, drafted, requests(), slots=3)
+    assert whole.drafts.accepted == counts[0, 1, 2, 3, 4, 5] != counts[(2,)] > 0
+
+
+def test_frequent_words_are_those_of_the_texts_and_then_the_first(monkeypatch, tmp_path):
+    monkeypatch.setattr("jaxglue.hf.draft.MOST_TOKENS", 4)
+    tokens = frequent_tokens(np.array([0, 3, 0, 0, 0, 9, 0, 1, 0]))
+    assert tokens == [0, 1, 5, 7] and frequent_tokens(np.ones(8, int)) is None
+    write_draft_tokens(tmp_path, tokens)
+    assert read_draft_tokens(tmp_path, None, 9) == tokens
+    with pytest.raises(ValueError, match=r"draft_tokens.json: expected rising `tokens` below 7: delete it"):
+        read_draft_tokens(tmp_path, None, 7)
+
+
+class Alternating(DraftRule):
+    """A rule that has its own way."""
+
+    def choose(self, *_):
+        self.turn = (getattr(self, "turn", -1) + 1) % 4
+        return DraftChoice((2, 0, 1, 3)[self.turn], "by turns")
+
+
+@pytest.mark.parametrize("family", [HYBRID, repeat(EXPERTS), repeat(MAMBA)])
+def test_the_number_of_drafts_may_change_with_each_window(family, tiny_model, monkeypatch):
+    model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
+    asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests()]
+    expected = answers(Engine(*model, dtype=jnp.float32), trees, asked, slots=3)
+    monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3, auto=True))
+    check_equal(answers(engine, drafted, asked, slots=3), expected)
+    assert 0 < engine.drafts.accepted < engine.drafts.made
+
+
+@dataclass
+class Falling:
+    """A grammar whose tokens never rise but after a zero."""
+
+    last: int = 4
+
+    def start(self):
+        return Falling()
+
+    def mask(self):
+        allowed = range(5) if not self.last else range(self.last + 1)
+        return np.array([sum(1 << token for token in allowed)], np.uint32)
+
+    def take(self, tokens):
+        for index, token in enumerate(tokens):
+            if not self.mask()[0] >> token & 1:
+                return index
+            self.last = token
+        return len(tokens)
+
+    is_complete = is_over = False
+
+
+@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
+def test_answers_by_a_grammar_are_drafted(family, tiny_model):
+    model, _, head, drafted = made(family, tiny_model, vocab_size=6)
+    asked = [replace(each, grammar=Falling() if each.index % 2 else None) for each in requests()]
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
+    found = answers(engine, drafted, asked, slots=3)
+    for (number, _), (tokens, _, _) in found.items():
+        assert not asked[number].grammar or Falling().take(tokens.tolist()) == len(tokens) == 30 + number
+    free = answers(Engine(*model, dtype=jnp.float32), drafted, [asked[0], asked[2]], slots=3)
+    np.testing.assert_array_equal(found[0, 0][0], free[0, 0][0])
+    assert engine.drafts.accepted
+
+
+def test_a_text_that_goes_on_is_drafted(tiny_model):
+    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    first = np.random.default_rng(2).integers(0, 5, 130).tolist()
+    sampling = SamplingConfig(max_tokens=20)
+    found = []
+    for engine, weights in (
+        (Engine(*model, dtype=jnp.float32), trees),
+        (Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2)), drafted),
+    ):
+        batch = engine.open(
+            *weights,
+            engine.plan([Request([*first, *first], sampling)]),
+            ProgramKind.of([Request(first)], ()),
+            whole=False,
+        )
+        texts, before = [], None
+        for suffix in ([], [1, 2, 3], [4] * 70, [3]):
+            prompt = [*(first if before is None else [*before.request.prompt, *before.new]), *suffix]
+            sequence = engine.answer(Request(prompt[:250], sampling, holds=True, after=before), 0)
+            batch.add([sequence], ())
+            while batch.is_busy:
+                list(batch.advance())
+            texts, before = [*texts, sequence.new], sequence
+        found.append(texts)
+        batch.close()
+    assert found[0] == found[1] and len(set(map(tuple, found[0]))) == 4
 
 
 def test_steps_that_ran_have_their_drafts_counted():
     steps = np.array([[3, 1], [4, -1], [-1, -1], [2, -1], [-1, -1], [-1, -1]])
-    assert accepted(steps, 3, -1) == (6, 1)
+    assert accepted(steps, 3, -1).tolist() == [[2, 1], [1, 0], [0, 0]]
 
 
-def test_models_with_windows_are_decoded_a_token_a_step(tiny_model):
-    assert why_no_drafts(tiny_model("mistral", sliding_window=8).config) == "layers with windows"
+def test_models_without_attention_alone_have_no_drafts(tiny_model):
+    assert "no layer" in (why_no_drafts(tiny_model("falcon_h1").config) or "")
     assert why_no_drafts(tiny_model("qwen3").config) is None
+
+
+STEP = StepBytes(weights=18e9, experts=0, chosen=1, head=0.5e9, vocabulary=2e9, token=32e3, states=25e6)
+
+
+def test_drafts_follow_acceptance_and_streams():
+    def settled(share, streams):
+        """Return the choice after windows in which drafts were accepted with a probability."""
+        rule = DraftRule(STEP, 3)
+        for _ in range(50):
+            drafts = rule.choose(streams, 500).drafts
+            rule.note((100 * share ** np.arange(drafts + 1)).astype(int))
+        return rule.choose(streams, 500)
+
+    assert settled(0.9, 1).drafts == 3 > settled(0.3, 1).drafts
+    assert settled(0.05, 1).drafts == 0 and "none" in settled(0.05, 1).reason
+    by_streams = [settled(0.7, streams).drafts for streams in (1, 64, 512, 4096)]
+    assert by_streams == sorted(by_streams, reverse=True) and by_streams[-1] == 0
+
+
+def test_times_of_windows_stand_for_their_bytes():
+    rule = DraftRule(STEP, 2)
+    assert rule.choose(1, 500).drafts
+    assert not rule.choose(1, 500, {0: 1.0, 1: 2.0, 2: 3.0}.get).drafts
+    assert rule.choose(512, 500, {0: 1.0, 2: 1.1}.get).drafts == 2
+    assert rule.choose(512, 500, {2: 1.1}.get) == rule.choose(512, 500)
+
+
+def test_drafts_are_tried_again_after_a_text_on_which_they_failed():
+    rule = DraftRule(STEP, 2)
+    rule.note(np.array([1000, 0, 0]))
+    assert not rule.choose(1, 500).drafts
+    windows = 0
+    while not rule.choose(1, 500).drafts:
+        rule.note(np.array([8]))
+        windows += 1
+    assert 20 < windows < 500
 
 
 @pytest.mark.parametrize("family", [HYBRID, repeat(EXPERTS)])
 def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
-    fields = {**family, "num_hidden_layers": 2, "initializer_range": 0.3}
-    model = tiny_model(fields.pop("model_type"), **fields)
-    graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    model, trees, head, drafted = made(family, tiny_model)
     asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0))]
-    (expected,) = Engine(graphdefs, model.config, dtype=jnp.float32).generate(trainable, frozen, asked)
+    (expected,) = Engine(*model, dtype=jnp.float32).generate(*trees, asked)
     text = jnp.asarray([3, 1, 4, *expected.tokens])
 
-    def propose(self, weights, slots, last, place, cache):
+    def propose(self, weights, slots, last, place, cache, count, ranks):
         """Draft what comes, but for every fifth token."""
-        at = last[:, None] + 1 + jnp.arange(self.count)
+        at = last[:, None] + 1 + jnp.arange(count)
         right = text[jnp.minimum(at, len(text) - 1)]
-        return jnp.where(at % 5 == 0, (right + 1) % model.config.vocab_size, right), cache
+        return jnp.where(at % 5 == 0, (right + 1) % model[1].vocab_size, right), cache
 
     monkeypatch.setattr(DraftPrograms, "propose", propose)
-    engine = Engine(graphdefs, model.config, dtype=jnp.float32, drafting=Drafting(graphdef, 3))
-    trees = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
-    (found,) = engine.generate(*trees, asked)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3))
+    (found,) = engine.generate(*drafted, asked)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     steps = engine.drafts.made // 3
     assert engine.drafts.accepted == 40 - steps and steps <= 20

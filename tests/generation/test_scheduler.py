@@ -67,8 +67,13 @@ class Device:
     pages: dict[int, list[int | None]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     """The position of each slot's last token, which is not in the cache."""
+    rows: int = 1
+    """Tokens that a step verifies, of which some are accepted."""
 
     def _write(self, pages: list[int], position: int, token: int) -> None:
+        if position // PAGE >= len(pages):
+            assert self.rows > 1, "a token without a page"
+            return
         self.pages.setdefault(pages[position // PAGE], [None] * PAGE)[position % PAGE] = token
 
     def _held(self, pages: list[int], length: int) -> list[int | None]:
@@ -94,14 +99,17 @@ class Device:
     def _decode(self, answer: Sequence) -> list[int]:
         new = list[int]()
         for _ in range(STEPS):
-            last = self.slots[answer.slot]
-            if last + 1 >= answer.end or (last >= len(answer.request.prompt) and written(answer, last) == STOP):
-                break  # it has ended, perhaps in an earlier window
-            self._write(answer.pages, last, written(answer, last))
-            text = [written(answer, position) for position in range(last + 1)]
-            assert self._held(answer.pages, last + 1) == text, "attention over the keys of another text"
-            new.append(written(answer, last + 1))
-            self.slots[answer.slot] += 1
+            first = self.slots[answer.slot]
+            accepted = first * 7 % self.rows
+            for row in range(self.rows):
+                self._write(answer.pages, first + row, written(answer, first + row) if row <= accepted else -1)
+            for last in range(first, first + accepted + 1):
+                if last + 1 >= answer.end or (last >= len(answer.request.prompt) and written(answer, last) == STOP):
+                    return new  # it has ended, perhaps in an earlier window
+                text = [written(answer, position) for position in range(last + 1)]
+                assert self._held(answer.pages, last + 1) == text, "attention over the keys of another text"
+                new.append(written(answer, last + 1))
+                self.slots[answer.slot] += 1
         return new
 
 
@@ -115,7 +123,8 @@ def receive(scheduler: Scheduler, work, results: list[list[int]]) -> None:
         ids = np.array(tokens[:count], np.int32)
         empty = np.zeros(count, np.float32)
         ends = int(ids[-1]) == STOP or answer.length + count >= answer.end
-        scheduler.receive(answer, Tokens(ids, empty, empty, empty[:, None], empty[:, None]), ends)
+        received = Tokens(ids, empty, empty, empty[:, None], empty[:, None])
+        scheduler.receive(answer, received, ends, back=count < len(tokens))
 
 
 def check_pages(scheduler: Scheduler, plan: CachePlan) -> None:
@@ -156,8 +165,9 @@ def test_walks_lose_and_double_no_token_and_no_page(seed):
     longest = rng.choice((2, 4, 6)) * PAGE
     least = longest // PAGE  # the longest answer's
     plan = CachePlan(slots=rng.choice((1, 3, 8)), pages=least + rng.choice((0, 1, 3, 12, 40)), table=least, bytes=0)
-    scheduler = Scheduler(plan, STEPS, remembers=seed % 3 > 0, rewinds=seed % 4 > 0, outside=OUTSIDE)
-    device, under_way, all_answers = Device(), deque(), list[Sequence]()
+    options = {"remembers": seed % 3 > 0, "rewinds": seed % 4 > 0, "outside": OUTSIDE}
+    scheduler = Scheduler(plan, STEPS, rows=(rows := (1, 3)[seed % 2]), **options)
+    device, under_way, all_answers = Device(rows=rows), deque(), list[Sequence]()
     waiting, ended_early = make_requests(rng, 16, longest), set[int]()
     for _ in range(4000):
         if waiting and rng.random() < 0.3:

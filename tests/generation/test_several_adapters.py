@@ -11,11 +11,13 @@ from selection import repeat
 from jaxglue.generation import inputs, programs, scheduler
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.drafts import HEAD, Drafting, LoadedHead
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.loading import add_adapter
 from jaxglue.hf.several import add_adapters
+from jaxglue.models.draft import build_draft
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
@@ -52,16 +54,27 @@ def engine_of(model, **options):
     return Engine(graphdefs, model.config, dtype=jnp.float32, **options), trees
 
 
-def answers_of(model, requests, **options):
+def answers_of(model, requests, drafts=0, **options):
     engine, trees = engine_of(model)
+    if drafts:
+        graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+        head = LoadedHead(Drafting(graphdef, drafts), {HEAD: nnx.to_pure_dict(state)})
+        (engine, _), trees = engine_of(model, drafting=head.drafting), head.beside(trees)
     return {(c.number, c.answer): c for c in engine.generate(*trees, requests, **options)}
 
 
 @pytest.mark.parametrize(
-    ("family", "piece"),
-    [("llama", None), repeat("qwen3_moe", None), repeat("qwen3_5_text", None), repeat("llama", 128)],
+    ("family", "piece", "drafts"),
+    [
+        ("llama", None, 0),
+        repeat("qwen3_moe", None, 0),
+        repeat("qwen3_5_text", None, 0),
+        repeat("llama", 128, 0),
+        repeat("llama", None, 2),
+        repeat("qwen3_5_text", None, 2),
+    ],
 )
-def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeypatch, family, piece):
+def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeypatch, family, piece, drafts):
     for module in (inputs, programs, scheduler) if piece else ():
         monkeypatch.setattr(module, "PREFILL_TOKENS", piece)
     model = tiny_model(family, initializer_range=0.2, **FAMILIES[family])
@@ -78,7 +91,7 @@ def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeyp
     named = [(name, text, n) for text, n in ((prompt, 1), (prompt[:9], 2)) for name in ("wide", "narrow", "base")]
     named.append(("narrow", prompt[:140], 1))
     requests = [Request(text, SAMPLED, i, n, ranks=ranks[name]) for i, (name, text, n) in enumerate(named)]
-    found = answers_of(together, requests, slots=4, whole=family == "llama")
+    found = answers_of(together, requests, drafts, slots=4, whole=family == "llama")
     for name in ranks:
         alone = nnx.clone(model)
         if name != "base":

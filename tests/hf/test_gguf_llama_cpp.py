@@ -19,11 +19,14 @@ from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.drafts import Drafting
 from jaxglue.generation.engine import Engine
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
+from jaxglue.hf.draft import load_draft
 from jaxglue.hf.experts import checkpoint_layout
 from jaxglue.hf.export_check import TRAINED_FILE, trained_rows
+from jaxglue.hf.gguf.drafts import find_gguf_draft
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
@@ -32,6 +35,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
+from tests.draft_folders import add_draft
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install '.[test]'")
@@ -269,6 +273,36 @@ def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_token
         tokens = found["tokens"]
         assert [token for token in tokens if token not in stops] == expected
         assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", repeat("qwen3_5_moe")])
+def test_llama_cpp_drafts_by_our_head(family, make_folder, make_tokenizer, tmp_path):
+    folder, tokenizer = make_folder(family), make_tokenizer("plain")
+    add_draft(folder)
+    stored = load_file(folder / "model.safetensors")
+    # Layers that add little let each token follow from the last one, which a head that passes its embedding on knows.
+    last = "o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"
+    quiet = {name: tensor * np.float16(0.001) for name, tensor in stored.items() if name.endswith(last)}
+    passes = np.eye(*stored["mtp.fc.weight"].shape).astype(np.float16)
+    save_file(stored | quiet | {"mtp.fc.weight": passes}, folder / "model.safetensors")
+    config, tensors = config_from_hf(json.loads((folder / "config.json").read_text())), MergedTensors(folder)
+    draft = find_gguf_draft(tensors, config, folder, None)
+    file = export_gguf(tensors, config, tokenizer, {2}, "f16", tmp_path / "out", draft=draft)
+    names = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    assert {"blk.4.nextn.eh_proj.weight", "blk.4.attn_q.weight", "blk.4.nextn.shared_head_norm.weight"} <= names
+    expected = generate(folder, PROMPTS, {2}, tokens=24)
+    answered = ask(model=file, prompts=PROMPTS, drafts=2, tokens=24)["prompts"]
+    assert [[token for token in each["tokens"] if token != 2] for each in answered] == expected
+    made, accepted = (sum(each["timings"][name] for each in answered) for name in ("draft_n", "draft_n_accepted"))
+    head = load_draft(folder, config, dtype=jnp.float32)
+    graphdef, state = nnx.split(head)
+    graphdefs, trainable, frozen = split_model(load_model(folder, dtype=jnp.float32), nnx.LoRAParam)
+    engine = Engine(graphdefs, config, dtype=jnp.float32, drafting=Drafting(graphdef, 2))
+    trees = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
+    sampling = SamplingConfig(temperature=0, max_tokens=24)
+    ours = [list(engine.stream(*trees, prompt, sampling, {2})) for prompt in PROMPTS]
+    assert ours == expected
+    assert accepted > 0.2 * made > 0 and engine.drafts.accepted > 0.2 * engine.drafts.made
 
 
 @pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))

@@ -12,7 +12,8 @@ from selection import repeat, repeats
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.head_values import HeadValues
-from jaxglue.hf.draft import find_draft, load_draft, published_tensors
+from jaxglue.hf.draft import find_draft, head_modules, load_draft, published_tensors
+from jaxglue.hf.export import unquantized_modules
 from jaxglue.hf.loading import load_model
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.draft import parameter_name
@@ -134,3 +135,24 @@ def test_folders_without_a_head_and_with_others_are_refused(tmp_path):
         save_file({name: value for name, value in (whole | change).items() if value is not None}, path)
         with pytest.raises(ValueError, match=message):
             find_draft(folder, config)
+
+
+LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("qwen3_next", ["mtp.fc", *(f"mtp.layers.0.{part}" for part in LAYER)]),
+        ("glm4_moe", ["model.layers.2.eh_proj", *(f"model.layers.2.{part}" for part in LAYER)]),
+    ],
+)
+def test_quantized_folders_name_the_heads_modules_as_vllm_does(name, modules, tmp_path):
+    raw, _ = read_golden(name)
+    folder = write_folder(tmp_path, raw)
+    config = load_model(folder, dtype=jnp.float32).config
+    assert head_modules(folder, config) == []
+    add_draft(folder, apart=True)
+    found = head_modules(folder, config)
+    assert {*modules} <= {*found} and all(".mlp." in each for each in {*found} - {*modules})
+    assert unquantized_modules(config, folder) == ["lm_head", *found]

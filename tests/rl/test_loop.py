@@ -29,6 +29,9 @@ class Policy:
         self._calls.append("reference" if reference else "old")
         return -batch.targets.astype(np.float32) if self.differs else np.zeros(batch.targets.shape, np.float32)
 
+    def draft_acceptance(self):
+        return None
+
     def teacher_hidden(self, batch):
         return np.zeros((*batch.targets.shape, 1), np.float32)
 

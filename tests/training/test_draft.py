@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 from selection import repeats_parts_of
 
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Engine
 from jaxglue.hf.merge import export_adapter
 from jaxglue.serve.answers import generate
 from jaxglue.serve.config import GenerateConfig
@@ -120,3 +121,40 @@ def test_settings_that_do_not_go_with_a_head_are_refused(changes, message, with_
         }
     with pytest.raises(ValueError, match=message):
         train(with_weights(train_draft="with", **changes))
+
+
+EVEN = "def even(completion_ids):\n    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)\n"
+
+
+def test_answers_in_training_are_those_without_drafts(with_draft, write_jsonl, tmp_path, monkeypatch):
+    make, _ = with_draft
+    (tmp_path / "rewards.py").write_text(EVEN)
+    rows = [{"question": f"What is {a} plus {b}?"} for a in range(3) for b in range(2)]
+    settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 128, "objective": "grpo", "steps": 2}
+    settings |= {"reward": (f"{tmp_path / 'rewards.py'}:even",), "num_generations": 4, "generation_batch_size": 8}
+    settings |= {"max_completion_length": 24}
+    engines = list[Engine]()
+    monkeypatch.setattr(
+        "jaxglue.training.rollout_policy.Engine",
+        lambda *args, **options: engines.append(Engine(*args, **options)) or engines[-1],
+    )
+    for drafts in ("off", "2"):
+        train(make(**settings, drafts=drafts, output=tmp_path / drafts))
+    first, second = ((tmp_path / run / "rollouts.jsonl").read_text().splitlines() for run in ("off", "2"))
+    assert len(first) == 16
+    for one, other in zip(map(json.loads, first), map(json.loads, second), strict=True):
+        assert one["answer"] == other["answer"]
+    np.testing.assert_allclose(losses(tmp_path / "off"), losses(tmp_path / "2"), atol=1e-5)
+    shares = losses(tmp_path / "2", "drafts/accepted")
+    assert (
+        len(shares) == 2 and all(0 <= share < 1 for share in shares) and not losses(tmp_path / "off", "drafts/accepted")
+    )
+    assert engines[0].drafts.made == 0 < engines[1].drafts.accepted < engines[1].drafts.made
+
+
+def test_drafts_of_answers_need_a_head(with_weights, write_jsonl):
+    rows = write_jsonl([{"question": "What?", "answer": "4"}] * 4, "prompts.jsonl")
+    settings = {"objective": "grpo", "reward": ("exact",), "num_generations": 2, "generation_batch_size": 4}
+    settings |= {"max_completion_length": 8}
+    with pytest.raises(ValueError, match="has no draft head here"):
+        train(with_weights(data=(rows,), drafts="2", **settings))

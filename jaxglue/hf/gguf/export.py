@@ -12,6 +12,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.files.atomic import atomic_folder
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.gguf.architectures import architecture_of
+from jaxglue.hf.gguf.drafts import WithDraft
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
 from jaxglue.hf.gguf.mamba import INPUT, row_factors
@@ -39,6 +40,7 @@ def export_gguf(
     output: str | Path,
     *,
     importance: Mapping[str, np.ndarray] | None = None,
+    draft: WithDraft | None = None,
     progress: DataProgress | None = None,
 ) -> Path:
     """Write a folder with `<output's name>-<kind>.gguf` and a Modelfile; return the file.
@@ -56,6 +58,7 @@ def export_gguf(
         output: absent or empty; it appears complete or not at all.
         importance: mean squares of the inputs [in], or [experts, in], by the matrix's name in the file; they weigh the
             errors of K-quants.
+        draft: the tensors with those of a draft head, which llama.cpp drafts by; None for none.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -77,6 +80,9 @@ def export_gguf(
     }
     metadata |= {f"{architecture}.{key}": value for key, value in shape.items()}
     metadata |= {f"tokenizer.{k}": v for k, v in vocabulary_metadata(tokenizer, embedding, stops).items()}
+    if draft is not None:
+        metadata |= {f"{architecture}.block_count": config.num_hidden_layers + 1}
+        metadata |= {f"{architecture}.nextn_predict_layers": 1}
     experts = config.moe.num_experts if config.moe else 0
     model = Shape(architecture, config.num_hidden_layers, experts, config.tie_word_embeddings)
     written = [
@@ -85,7 +91,7 @@ def export_gguf(
             type=tensor.packed or tensor_type(tensor.name, tensor.shape, kind, model),
             importance=(importance or {}).get(tensor.name),
         )
-        for tensor in file_tensors(config, tensors)
+        for tensor in (file_tensors(config, tensors) if draft is None else file_tensors(draft.config, draft))
     ]
     with atomic_folder(output) as temporary:
         file = temporary / f"{output.resolve().name}-{kind}.gguf"

@@ -21,6 +21,7 @@ from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.rope import inverse_frequencies
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_NEXTN = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>nextn\..+)")
 _EXPERT = re.compile(
     r"(?P<experts>.+\.(mlp|feed_forward|mixer)\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight"
 )
@@ -164,6 +165,8 @@ class _Layout:
 
     def _name(self, name: str) -> str:
         """Return llama.cpp's name."""
+        if match := _NEXTN.fullmatch(name):
+            return f"blk.{match['layer']}.{match['part']}"
         module = module_in_file(name).replace("e_score_correction_bias", "e_score_correction.bias")
         for ours, theirs in _OWN_NAMES.items():
             module = module.removesuffix(ours) + theirs if module.endswith(ours) else module

@@ -41,6 +41,7 @@ __all__ = [
     "DeltaHeads",
     "DeltaRowsCall",
     "DeltaStates",
+    "advance_rows",
     "advance_states",
     "causal_convolution",
     "convolution_step",
@@ -343,3 +344,46 @@ def advance_states(
     before = jnp.where(begun[:, None, None, None], states[slots], 0.0)
     out, after = delta_step(qkv, g, beta, before, heads)
     return out, states.at[slots].set(after)
+
+
+def advance_rows(
+    states: Float[Array, "slots N H V"],
+    slots: Int[Array, " S"],
+    begun: Bool[Array, " S"],
+    kept: tuple[Float[Array, "S K W"], Float[Array, "S K N"], Float[Array, "S K N"]],
+    counts: Int[Array, " S"],
+    tokens: tuple[Float[Array, "S R W"], Float[Array, "S R N"], Float[Array, "S R N"]],
+    heads: DeltaHeads,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "S R N V"], Float[Array, "slots N H V"]]:
+    """Return `gated_delta_rule`'s outputs of several tokens of each sequence, and the states before them.
+
+    Tokens that a later step refuses need no state of theirs taken back: those that it accepts are `kept` there.
+
+    Args:
+        states: of all slots, float32, before the kept tokens.
+        slots: of the sequences; a slot that several share has any of their states afterwards.
+        begun: False for sequences without a token before the kept ones, whatever is in their slot.
+        kept: qkv, g and beta, as `gated_delta_rule`'s, of tokens before.
+        counts: of the kept tokens that count, the first ones.
+        tokens: qkv, g and beta of those whose outputs are wanted.
+        heads: of the tokens.
+        backend: `auto`, `reference` or `triton`; see `DELTA_STEP.choose`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    call = DeltaCall(dtype=tokens[0].dtype, key_dim=heads.key_dim, value_dim=states.shape[-1])
+    kernel = DELTA_STEP.load(call, backend=backend)
+    if kernel is not None:
+        return kernel.rows(states, slots, begun, kept, counts, tokens, heads)
+    state = jnp.where(begun[:, None, None, None], states[slots], 0.0)
+    for row, (qkv, g, beta) in enumerate(zip(*(jnp.unstack(x, axis=1) for x in kept), strict=True)):
+        _, after = delta_step(qkv, g, beta, state, heads)
+        state = jnp.where((row < counts)[:, None, None, None], after, state)
+    states, outputs = states.at[slots].set(state), []
+    for qkv, g, beta in zip(*(jnp.unstack(x, axis=1) for x in tokens), strict=True):
+        out, state = delta_step(qkv, g, beta, state, heads)
+        outputs.append(out)
+    return jnp.stack(outputs, axis=1), states

@@ -12,6 +12,7 @@ from jaxglue.ops.delta_rule import (
     DELTA_RULE,
     DELTA_STEP,
     DeltaHeads,
+    advance_rows,
     advance_states,
     causal_convolution,
     convolution_step,
@@ -99,6 +100,31 @@ def test_interpreted_step_equals_the_reference(interpreted):
     np.testing.assert_array_equal(got[1][jnp.array([1, 2, 3, 5])], states[jnp.array([1, 2, 3, 5])])
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_rows_of_several_tokens_are_those_of_single_steps(kernel, interpreted):
+    from jaxglue.ops.delta_rule.triton import TritonDeltaStep
+
+    values, states = arguments(), jax.random.normal(jax.random.key(1), (7, 2, 16, V))
+    slots, begun, counts = jnp.array([4, 0, 6]), jnp.array([True, False, True]), jnp.array([2, 3, 0])
+    kept, tokens = (tuple(x[0, start : start + 9].reshape(3, 3, -1) for x in values) for start in (0, 9))
+    with DELTA_STEP.using(interpreted(TritonDeltaStep)(compute_capability=90) if kernel else None):
+        out, after = jax.jit(lambda *arrays: advance_rows(states, slots, begun, *arrays, HEADS))(kept, counts, tokens)
+    with DELTA_STEP.using(None):
+        for sequence, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
+            begins, own = begun[sequence : sequence + 1], states
+            single = jnp.array([slot])
+            for row in range(count):
+                _, own = advance_states(own, single, begins, *(x[sequence, row][None] for x in kept), HEADS)
+                begins = jnp.array([True])
+            before = jnp.where(begins[:, None, None], own[slot], 0)
+            np.testing.assert_allclose(after[slot], before, atol=1e-5)
+            for row in range(3):
+                expected, own = advance_states(own, single, begins, *(x[sequence, row][None] for x in tokens), HEADS)
+                begins = jnp.array([True])
+                np.testing.assert_allclose(out[sequence, row], expected[0], atol=1e-5)
+    np.testing.assert_array_equal(after[jnp.array([1, 2, 3, 5])], states[jnp.array([1, 2, 3, 5])])
+
+
 def test_last_inputs_are_a_documents_own():
     x = jnp.arange(1.0, T + 1)[None, :, None]
     got = last_inputs(x, pack_segments([LENGTHS], seq_len=T), 3)[0, :, :, 0]
@@ -113,5 +139,10 @@ def test_step_writes_in_place_on_a_gpu(h200):
     with tracing_for((9, 0)):
         step = jax.jit(lambda *values: advance_states(*values, heads), donate_argnums=0)
         program = step.lower(states, shaped((S,), jnp.int32), shaped((S,), bool), *token).compile()
-    assert program.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
-    assert program.memory_analysis().temp_size_in_bytes < slots * 4 * 128 * 128
+        rows = jax.jit(lambda *values: advance_rows(*values, heads), donate_argnums=0)
+        several = tuple(shaped((S, 3, *x.shape[1:]), x.dtype) for x in token)
+        arguments = shaped((S,), bool), several, shaped((S,), jnp.int32), several
+        drafted = rows.lower(states, shaped((S,), jnp.int32), *arguments).compile()
+    for each in (program, drafted):
+        assert each.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+        assert each.memory_analysis().temp_size_in_bytes < slots * 4 * 128 * 128
