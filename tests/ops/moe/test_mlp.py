@@ -52,7 +52,7 @@ def every_expert(arguments, *, activation, transpose):
     for e in range(E):
         gate_up = a["gate_up"][e].T if transpose else a["gate_up"][e]
         down = a["down"][e].T if transpose else a["down"][e]
-        (A1, B1), (A2, B2) = a["lora"].gate_up, a["lora"].down
+        (A1, B1), (A2, B2) = a["lora"].gate_up[:2], a["lora"].down[:2]
         h = a["x"] @ (gate_up + 0.5 * A1[e].T @ B1[e].T) + a["gate_up_bias"][e]
         if activation == "relu2":
             h = jnp.square(jax.nn.relu(h))
