@@ -609,6 +609,7 @@ def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family,
     for found, target in zip(answer["prompts"], row[1:], strict=True):
         by_token = {top["id"]: top["logprob"] for top in found["completion_probabilities"][0]["top_logprobs"]}
         theirs.append(by_token[target])
-    logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1] + weights
+    logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1]  # before biases, like theirs
     ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0]
-    assert np.mean(theirs) == pytest.approx(float(ours.mean()), rel=1e-3)
+    # llama.cpp rounds activations to 8 bits before each product, which random weights' sharp logits show.
+    assert np.mean(theirs) == pytest.approx(float(ours.mean()), rel=5e-3)
