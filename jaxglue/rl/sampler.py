@@ -19,6 +19,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.turns import TurnSource, decode_turns
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import one_device_each
+from jaxglue.vision.rows import PromptImages
 
 _log = logging.getLogger(__name__)
 _MANY_STEPS = 1024
@@ -198,18 +199,25 @@ class Sampler:
         return self._plan
 
     def __call__(
-        self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
+        self,
+        trainable: Params,
+        frozen: Params,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[PromptImages | None],
+        indices: Sequence[int],
+        count: int,
     ) -> list[list[Sample]]:
         """Return `count` answers to each prompt.
 
         Args:
             trainable, frozen: parameters, as they are in training.
             prompts: tokens.
+            images: of each prompt, or None.
             indices: of the prompts in the run, which alone decide on random numbers beside the seed.
             count: answers to each.
         """
-        pairs = zip(prompts, indices, strict=True)
-        requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
+        asked = zip(prompts, indices, images, strict=True)
+        requests = [Request(prompt, self._sampling, index, n=count, images=seen) for prompt, index, seen in asked]
         while not self._fits:
             plan = self._planned(copies_of((trainable, frozen)), count)
             try:
