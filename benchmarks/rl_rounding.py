@@ -1,11 +1,13 @@
 """Compare each operation of a layer in sampling and in training, on the same inputs: where do bits differ, how far?
 
     python benchmarks/rl_rounding.py --shape qwen3-8b --json benchmarks/results/rl_rounding.json
+    python benchmarks/rl_rounding.py --shape qwen3-8b --exact --forms "without excess precision"
 
 A packed row has documents of equal length. Training computes all their tokens; sampling the last one of each, from
 pages that hold the row's keys and values. Its operations get training's inputs, so differences do not add up, but for
 `layer`, which is one program. `layout` is training again, on a row of half as many documents. Adapters are random.
 Formulas tell where both sides round keys: the share of their values that equals sums of float64, rounded there.
+With --exact both sides compute as with exact sampling, whose shares are all 100%.
 """
 
 import argparse
@@ -31,10 +33,11 @@ from jaxglue.models.layers import copied
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.vocabulary import output_matrix
-from jaxglue.ops.cross_entropy import linear_log_probs
+from jaxglue.ops.cross_entropy import linear_log_probs, trained_log_probs
 from jaxglue.ops.paged_attention import KVPages, append, make_pages, paged_attention
 from jaxglue.ops.projection import adapted_projection, project
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
+from jaxglue.ops.projection.ordered import ordered_products
 from jaxglue.ops.segments import pack_segments
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -51,9 +54,20 @@ class Layer:
         sequences, tokens: documents, and tokens in each.
         storage: of the matrices.
         options: of XLA, beside those of either side.
+        exact: compute as with exact sampling.
     """
 
-    def __init__(self, shape: dict[str, Any], sequences: int, tokens: int, storage: Any, options: dict[str, Any]):
+    def __init__(
+        self,
+        shape: dict[str, Any],
+        sequences: int,
+        tokens: int,
+        storage: Any,
+        options: dict[str, Any],
+        *,
+        exact: bool = False,
+    ):
+        self.exact = exact
         self.config = config_from_hf(shape | {"num_hidden_layers": 1}).quantized(storage)
         self.tokens, self._options = tokens, options
         model = random_model(self.config)
@@ -69,12 +83,13 @@ class Layer:
         """Return training's context."""
         segments = pack_segments([[self.tokens] * sequences], seq_len=sequences * self.tokens)
         positions = jnp.asarray(segments.positions)
-        return PackedContext(segments=jax.device_put(segments), rope=self.config.rope_tables(positions))
+        rope = self.config.rope_tables(positions)
+        return PackedContext(segments=jax.device_put(segments), rope=rope, exact=self.exact)
 
     def run(self, function: Callable, *arguments: Any, training: bool) -> Any:
         """Compile a function of (model, *arguments) as either side's programs are; return its results."""
         program = jax.jit(lambda state, *arguments: function(nnx.merge(self.graphdef, state), *arguments))
-        options = self._options | (STEP_OPTIONS if training and jax.default_backend() == "gpu" else {})
+        options = self._options | (STEP_OPTIONS if (training or self.exact) and jax.default_backend() == "gpu" else {})
         return program.lower(self.state, *arguments).compile(compiler_options=options or None)(self.state, *arguments)
 
 
@@ -126,7 +141,9 @@ def training_values(layer: Layer, sequences: int) -> dict[str, Any]:
     found["layer"] = run(lambda model, x, context: model.layers[0](x, context), x, context)
     targets = jnp.arange(x.shape[1]) * 31 % layer.config.vocab_size
     found["log-probabilities"] = run(
-        lambda model, x: linear_log_probs(model.norm(x[0]), output_of(model), targets, jnp.ones(len(targets)))[None],
+        lambda model, x: linear_log_probs(
+            model.norm(x[0]), output_of(model), targets, jnp.ones(len(targets)), exact=layer.exact
+        )[None],
         found["feed-forward"],
     )
     return found
@@ -153,7 +170,9 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     windows = tuple(dict.fromkeys(kind.window for kind in layer.config.layer_kinds))
     pages = tables[jnp.arange(sequences), positions // PAGE]
     places = Places(pages=(pages,), offsets=positions % PAGE, slots=jnp.arange(sequences), windows=windows)
-    cursor = Cursor(places=places, tables=(tables,), slots=jnp.arange(sequences), positions=positions, rope=rope)
+    forks = jnp.full(sequences, T, jnp.int32) if layer.exact else None  # documents without continuations
+    at: dict[str, Any] = {"slots": jnp.arange(sequences), "positions": positions, "rope": rope, "forks": forks}
+    cursor = Cursor(places=places, tables=(tables,), **at)
     few = {name: tokens_of(values, last) for name, values in known.items()}
 
     def decoding():
@@ -169,10 +188,14 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     def written(model, q, k, v):
         mixer = mixer_of(model)
         turned = mixer.rotary, mixer.head_norms, mixer.query_factor
+        if layer.exact:
+            return tuple(x[0] for x in decoding().rotate(q, k, *turned))
         return append(q[0], k[0], v[0], cache, pages, places.offsets, rope, *turned)[:2]
 
     found["rotated q"], found["rotated k"] = (x[None] for x in run(written, few["q"], few["k"], few["v"]))
-    found["attention"] = run(lambda _, q: paged_attention(q[0], cache, tables, positions)[None], few["rotated q"])
+    found["attention"] = run(
+        lambda _, q: paged_attention(q[0], cache, tables, positions, forks=forks)[None], few["rotated q"]
+    )
     found["attention output"] = run(
         lambda model, x, attended: attention_output(model, x, attended, decoding()), few["x"], few["attention"]
     )
@@ -181,7 +204,10 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     targets = jnp.asarray(last) * 31 % layer.config.vocab_size
 
     def log_probs(model, x):
-        logits = project(model.norm(x[0]), output_of(model), jnp.float32)
+        hidden, matrix = model.norm(x[0]), output_of(model)
+        if layer.exact:
+            return trained_log_probs(hidden, matrix, ordered_products(hidden, [matrix], jnp.float32)[0], targets)[None]
+        logits = project(hidden, matrix, jnp.float32)
         return (logits[jnp.arange(len(targets)), targets] - jax.nn.logsumexp(logits, -1))[None]
 
     found["log-probabilities"] = run(log_probs, few["feed-forward"])
@@ -234,6 +260,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--exact", action="store_true", help="compute both sides as with exact sampling")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
@@ -245,6 +272,7 @@ def main() -> None:
             args.tokens,
             "fp8" if args.matmul == "fp8" else "none",
             options,
+            exact=args.exact,
         )
         many = training_values(layer, args.sequences)
         few = sampling_values(layer, many, args.sequences)

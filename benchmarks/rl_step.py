@@ -47,6 +47,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.ops import backend
+from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.backend import one_device_each
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
@@ -109,6 +110,7 @@ def make_run(args: argparse.Namespace, folder: Path) -> Run:
             num_generations=args.answers,
             generation_batch_size=args.prompts * args.answers,
             max_completion_length=args.longest,
+            exact_sampling="on" if args.exact else "off",
         ),
         lora=LoraConfig(rank=16, alpha=32, exclude=_EXPERTS if args.plain_experts else ()),
         run=RunConfig(batch_size=jax.device_count(), output=folder / "run", steps=200, compilation_cache=None),
@@ -120,25 +122,26 @@ class Benchmark:
     """A model, and the phases of a step."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
-        self._args, self._run, self._rows = args, make_run(args, folder), jax.device_count()
-        self._mesh = mesh_of(self._run.mesh)
-        self.parts, self.state = prepare_steps(self._run, self._mesh)
+        self.args, self.run, self._rows = args, make_run(args, folder), jax.device_count()
+        self._mesh = mesh_of(self.run.mesh)
+        self.parts, self.state = prepare_steps(self.run, self._mesh)
         self._spread()
-        self._engine = Engine(self.parts.graphdefs, self._run.model, dtype=self._run.dtype, as_written=True)
+        options: dict[str, Any] = {"dtype": self.run.dtype, "as_written": True}
+        self._engine = Engine(self.parts.graphdefs, self.run.model, **options, exact=args.exact)
+        self._tile = key_tile(self.run.model.layer_kinds[0].head_dim) if args.exact else 1
         self.drafting: Engine | None = None
         """Engine with a random draft head."""
         if args.drafts != "off":
-            graphdef, state = nnx.split(build_draft(self._run.model, dtype=self._run.dtype, rngs=nnx.Rngs(0)))
+            graphdef, state = nnx.split(build_draft(self.run.model, dtype=self.run.dtype, rngs=nnx.Rngs(0)))
             self._head, drafting = nnx.to_pure_dict(state), make_drafting(graphdef, args.drafts)
-            options: dict[str, Any] = {"dtype": self._run.dtype, "as_written": True, "drafting": drafting}
-            self.drafting = Engine(self.parts.graphdefs, self._run.model, **options)
-        self._policy = TrainedPolicy(self._run, self.parts, self.state)
-        self._prompts = forced_prompts(args.prompts, self._run.model.vocab_size).tolist()
+            self.drafting = Engine(self.parts.graphdefs, self.run.model, **options, drafting=drafting)
+        self._policy = TrainedPolicy(self.run, self.parts, self.state)
+        self.prompts = forced_prompts(args.prompts, self.run.model.vocab_size).tolist()
         if args.texts is not None:
             texts = [json.loads(line)["text"] for line in args.texts.read_text().splitlines()[: args.prompts]]
-            self._prompts = [self._run.tokenizer.encode(text)[:PROMPT] for text in texts]
+            self.prompts = [self.run.tokenizer.encode(text)[:PROMPT] for text in texts]
         self._lengths = forced_lengths(args.prompts * args.answers, args.longest).reshape(args.prompts, args.answers)
-        self.remat = str(self._run.remat)
+        self.remat = str(self.run.remat)
         self.ended: list[tuple[int, float]] = []
         """Answers' tokens, and seconds after which they were there, of the last sampling."""
         self.share = 1.0
@@ -152,7 +155,7 @@ class Benchmark:
         self.state = self.state._replace(
             trainable=jax.tree.map(lambda x: x + 0.01 * jax.random.normal(key, x.shape, x.dtype), self.state.trainable)
         )
-        self.state.frozen["norm"] = jax.tree.map(lambda x: x * self._args.norm, self.state.frozen["norm"])
+        self.state.frozen["norm"] = jax.tree.map(lambda x: x * self.args.norm, self.state.frozen["norm"])
 
     def sample(
         self, longest: int | None = None, *, part: int = 1, devices: int | None = None, drafts: bool = False
@@ -166,11 +169,11 @@ class Benchmark:
             drafts: by the engine that drafts.
         """
         engine = self.drafting if drafts and self.drafting else self._engine
-        sampling = SamplingConfig(max_tokens=self._args.longest, temperature=1.0, top_p=1.0)
-        count = self._args.answers
-        everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self._prompts)]
+        sampling = SamplingConfig(max_tokens=self.args.longest, temperature=1.0, top_p=1.0)
+        count = self.args.answers
+        everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self.prompts)]
         requests = everyone[: len(everyone) // part]
-        ends = np.minimum(self._lengths, longest or self._args.longest)
+        ends = np.minimum(self._lengths, longest or self.args.longest)
         copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
         if engine is self.drafting:
             copies = [({**trainable, HEAD: {}}, {**frozen, HEAD: self._head}) for trainable, frozen in copies]
@@ -203,7 +206,7 @@ class Benchmark:
             answer = TrainedAnswer(
                 tokens=done.tokens[:end],
                 log_probs=done.log_probs[:end],
-                reference=done.log_probs[:end] if self._args.beta else None,
+                reference=done.log_probs[:end] if self.args.beta else None,
                 counted=np.ones(len(done.tokens[:end]), bool),
                 advantage=float(np.random.default_rng([number, done.answer]).normal()),
             )
@@ -212,45 +215,50 @@ class Benchmark:
     def compile_sampling(self, *, drafts: bool = False) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
         engine = self.drafting if drafts and self.drafting else self._engine
-        vars(window_sizes)["_HALVES"] = self._args.halves
-        calls = self.devices * (1 if self._args.halves < 3 else 2)
+        vars(window_sizes)["_HALVES"] = self.args.halves
+        calls = self.devices * (1 if self.args.halves < 3 else 2)
         for _ in range(calls):  # what has not begun when answers end is left to the next
             self.sample(longest=17, drafts=drafts)
             engine.wait()
 
     def given(self, *, forced: bool = False) -> list[Group]:
         """Return answers of random tokens, all of the greatest length or of the forced ones."""
-        vocabulary, lengths = self._run.model.vocab_size, self._lengths.ravel()
+        vocabulary, lengths = self.run.model.vocab_size, self._lengths.ravel()
 
         def answer(number: int) -> TrainedAnswer:
-            rng, longest = np.random.default_rng(number), int(lengths[number]) if forced else self._args.longest
+            rng, longest = np.random.default_rng(number), int(lengths[number]) if forced else self.args.longest
             return TrainedAnswer(
                 tokens=rng.integers(0, vocabulary, longest),
                 log_probs=np.full(longest, np.nan, np.float32),
-                reference=np.zeros(longest, np.float32) if self._args.beta else None,
+                reference=np.zeros(longest, np.float32) if self.args.beta else None,
                 counted=np.ones(longest, bool),
                 advantage=float(rng.normal()),
             )
 
-        count = self._args.answers
-        return [Group(p, [answer(i * count + k) for k in range(count)]) for i, p in enumerate(self._prompts)]
+        count = self.args.answers
+        return [Group(p, [answer(i * count + k) for k in range(count)]) for i, p in enumerate(self.prompts)]
 
     def decode(self, context: int) -> None:
         """Sample 64 tokens of each answer to a prompt of a length; call twice to leave compilation out."""
-        prompt = np.random.default_rng(2).integers(0, self._run.model.vocab_size, context).tolist()
-        request = Request(prompt, SamplingConfig(max_tokens=64, temperature=1.0, top_p=1.0), n=self._args.answers)
+        prompt = np.random.default_rng(2).integers(0, self.run.model.vocab_size, context).tolist()
+        request = Request(prompt, SamplingConfig(max_tokens=64, temperature=1.0, top_p=1.0), n=self.args.answers)
         list(self._engine.generate(self.state.trainable, self.state.frozen, [request], whole=True))
 
     def pack(self, groups: list[Group]) -> Step:
         """Return the step's micro-batches."""
-        slots = self._args.prompts * self._args.answers
+        slots = self.args.prompts * self.args.answers
         self.groups = groups
-        self.packed = pack_groups(groups, seq_len=self._args.row, batch_size=self._rows, slots=slots)
+        self.packed = self._pack(groups)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
-        counts = StepCounts(slots, tokens, len(self.packed), self._args.longest)
-        objective: Any = self._run.objective
+        counts = StepCounts(slots, tokens, len(self.packed), self.args.longest)
+        objective: Any = self.run.objective
         batches = tuple(batch for batch, _ in self.packed)
         return Step(micro_batches=batches, tokens=tokens, targets=objective.normalizer(counts))
+
+    def _pack(self, groups: list[Group]) -> list[Packed]:
+        slots = self.args.prompts * self.args.answers
+        sizes = {"seq_len": self.args.row, "batch_size": self._rows, "slots": slots, "tile": self._tile}
+        return pack_groups(groups, **sizes)
 
     def train(self, step: Step) -> dict[str, float]:
         """Run the optimizer step, and return its values."""
@@ -267,18 +275,25 @@ class Benchmark:
 
         `layouts` compares training with itself, answers in other rows and in reverse order.
         """
-        count = max(1, most // self._args.row)
+        count = max(1, most // self.args.row)
         answers = len(self.groups[0].answers)
         own, sampled = self._trained(self.packed[:count]), self._sampled()
         turned = [Group(prompt, answers[::-1]) for prompt, answers in self.groups[::-1]]
-        slots = self._args.prompts * self._args.answers
-        other = self._trained(pack_groups(turned, seq_len=self._args.row, batch_size=self._rows, slots=slots)[-count:])
+        other = self._trained(self._pack(turned)[-count:])
         total = len(self.groups) * answers
         both = [number for number in own if total - 1 - number in other]
         return {
             "sampler": differences([own[number] for number in own], [sampled[number] for number in own]),
             "layouts": differences([own[number] for number in both], [other[total - 1 - number] for number in both]),
         }
+
+    def against_training(self, trainable: Any = None) -> dict[str, float]:
+        """Compare log-probabilities of sampling and training, under these adapters if some are given, on all rows."""
+        state = self.state
+        self._policy.state = state if trainable is None else state._replace(trainable=trainable)
+        own, sampled = self._trained(self.packed), self._sampled()
+        self._policy.state = state
+        return differences([own[number] for number in own], [sampled[number] for number in own])
 
     def _trained(self, packed: list[Packed]) -> dict[int, np.ndarray]:
         """Return the log-probabilities of micro-batches' answers by training's programs, by the answers' numbers."""
@@ -354,6 +369,7 @@ def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", default="none", choices=QUANTIZE)
     parser.add_argument("--matmul", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--exact", action="store_true", help="sample with the bits of training")
     parser.add_argument("--plain-experts", action="store_true", help="adapters on all linear layers but the experts")
     parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence from a reference")

@@ -51,6 +51,10 @@ class LayerContext(Protocol):
         """Return the use of the vectors of latent attention."""
 
     @property
+    def exact(self) -> bool:
+        """Return whether a token's bits must not depend on the rows that are computed with it."""
+
+    @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
         """Return False for padding tokens; None without padding."""
 
@@ -119,6 +123,8 @@ class PackedContext:
     latents: LatentCache = field(default="none", metadata={"static": True})
     ranks: Bool[Array, "tokens R"] | None = None
     """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
+    exact: bool = field(default=False, metadata={"static": True})
+    """Compute each token's values with the bits that sampling gives it, of segments whose parts begin at tiles."""
 
     def each(self, layer_inputs: Sequence[Array] | None, segments: "Sequence[PackedSegments]") -> "list[PackedContext]":
         """Return the contexts of layers with these segments; inputs of their own may be of the first ones alone."""
@@ -144,7 +150,7 @@ class PackedContext:
         if self.attention_out is not None:
             return self.attention_out.reshape(*q.shape[:3], -1)
         options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
-        return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
+        return packed_attention(q, k, v, self.segments, **options, exact=self.exact, backend=self.backend)
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "B T C"]:
         """Apply a causal convolution and silu to each channel within each segment."""

@@ -45,11 +45,13 @@ class EmbedHead:
         dtype,
         attention: str,
         tile: int | None = None,
+        exact: bool = False,
         router_losses: RouterLosses | None = None,
         objective: Objective = SUPERVISED,
         neftune_alpha: float = 0.0,
         layout: Layout = SINGLE_DEVICE,
     ):
+        self._exact = exact
         self._neftune_alpha = neftune_alpha
         self._graphdefs, self.config, self._dtype, self._attention = graphdefs, config, dtype, attention
         if tile is not None and router_losses is not None and router_losses.balance:
@@ -122,6 +124,7 @@ class EmbedHead:
                 router_losses=router_losses,
                 backend=self._attention,
                 tile=self._tile,
+                exact=self._exact,
                 dropout_key=layer_key,
                 fp8=fp8,
                 layer_input=layer_input,
@@ -357,7 +360,8 @@ class EmbedHead:
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
             tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
-            log_probs = linear_log_probs(*tokens, softcap=softcap, temperature=temperature)
+            options: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
+            log_probs = linear_log_probs(*tokens, **options, exact=self._exact)
             return log_probs.reshape(targets.shape)
 
         rows = layout.batch_spec
@@ -400,6 +404,7 @@ class EmbedHead:
             softcap=softcap,
             temperature=self._objective.temperature,
             width=self.config.hidden_size,
+            exact=self._exact,
         )
         values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

@@ -41,8 +41,9 @@ class HeadValues:
         softcap: float | None,
         temperature: float = 1.0,
         width: int | None = None,
+        exact: bool = False,
     ):
-        self._width = width
+        self._width, self._exact = width, exact
         self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
         self._softcap = softcap
         self._shape = LogitShape(softcap=softcap, temperature=temperature)
@@ -64,7 +65,8 @@ class HeadValues:
     def log_probs(self) -> Float[Array, "B T"]:
         """Return the targets' log-probabilities; 0 where the loss weight is."""
         tokens = self._hidden, output_matrix(self._output), self._targets, self._weights
-        return self._rows(linear_log_probs(*tokens, columns=low_rank_columns(self._output), **self._shape))
+        options: dict[str, Any] = {"columns": low_rank_columns(self._output), "exact": self._exact}
+        return self._rows(linear_log_probs(*tokens, **options, **self._shape))
 
     @property
     def entropy(self) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -19,6 +19,7 @@ from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.generation.drafts import load_head
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.exact import obstacle
 from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import render_messages
@@ -31,6 +32,7 @@ from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.hf.several import SpareRanks, add_adapters
 from jaxglue.models import config_from_hf, with_vision
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import merge_served
 from jaxglue.models.parameters import split_model
@@ -83,6 +85,8 @@ class Assistant:
         """Each adapter's tokenizer, stops and ranks, by its name."""
         self.ranks = max(map(len, ranks.values()), default=spare)
         """Ranks of all adapters together; 0 without adapters by name."""
+        if config.exact:
+            _require_exact(model.config, self.dtype, rank=self.ranks)
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
@@ -97,6 +101,7 @@ class Assistant:
             kv_cache=config.kv_cache,
             ahead=stays and jax.default_backend() != "cpu",
             drafting=head and head.drafting,
+            exact=config.exact,
         )
         self.rules = None if self.config.vision is None else make_rules(folder, self.tokenizer, files=images)
         """Rules for images; None of a model that sees none."""
@@ -250,6 +255,12 @@ def tower_of(folder: Path) -> TowerConfig | None:
     if processor is None:
         return None
     return with_vision(config_from_hf(raw), raw, mean=processor.mean, std=processor.std).vision
+
+
+def _require_exact(model: DecoderConfig, dtype, **options: Any) -> None:
+    """Raise ValueError for a model whose answers depend on what is decoded with them; arguments as of `obstacle`."""
+    if (reason := obstacle(model, dtype, **options)) is not None:
+        raise ValueError(f"--exact cannot be kept: {reason}: leave it out")
 
 
 def _identity(config: AssistantConfig, model: CausalLM) -> Identity:

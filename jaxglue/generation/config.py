@@ -10,6 +10,7 @@ from jaxglue.parts import PartsConfig
 from jaxglue.settings.config import (
     Alias,
     Config,
+    Excludes,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -20,6 +21,11 @@ from jaxglue.settings.config import (
 
 Drafts = Literal["auto", "off", "1", "2", "3", "4", "5"]
 """Tokens that a draft head proposes for a step."""
+
+
+def is_number(drafts: Drafts) -> bool:
+    """Return whether drafts are asked for, in any case."""
+    return drafts not in ("auto", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,14 @@ class AssistantConfig(PartsConfig):
     """Multiply the decoder layers' linear layers in FP8, as in training with this flag."""
     kv_cache: Annotated[KVCache, Alias("kv_cache_dtype")] = "auto"
     """Format of the cache of keys and values; fp8 takes half the memory, with a scale for each token and head."""
+    exact: Annotated[
+        bool,
+        Excludes("kv_cache", "its keys are in 16 bits or more", lambda cache: cache == "fp8"),
+        Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none"),
+        Excludes("matmul", "it is for products of 16 or 32 bits", lambda matmul: matmul != "bf16"),
+    ] = False
+    """Give an answer the same bits whatever is decoded with it, those of training's forward pass; not for all models,
+    and slower."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for weights, cache and activations, GiB; by default all of JAX's share."""
     compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
@@ -154,11 +168,15 @@ class AssistantConfig(PartsConfig):
 class AnsweringConfig(AssistantConfig):
     """A model with an optional adapter that writes answers."""
 
-    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "auto"
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact", "drafts are verified several at a time", when=is_number),
+    ] = "auto"
     """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
     without. auto: as many as save time, by the answers at a time and how many drafts they accept."""
 
     @property
     def drafted(self) -> Drafts:
         """See `AssistantConfig`."""
-        return self.drafts
+        return "off" if self.exact else self.drafts

@@ -70,6 +70,9 @@ class Cursor:
     """The layer's own embeddings of the tokens, where a model has such."""
     kept: Int[Array, " S"] | None = None
     """Tokens of the step before that count and that recurrent layers have not applied, where steps verify drafts."""
+    forks: Int[Array, " S"] | None = None
+    """Tokens of each slot's prompt before its last, from which on tiles of keys begin anew; None for sums in any
+    order."""
 
 
 class _Inference:
@@ -79,6 +82,7 @@ class _Inference:
     latents: LatentCache = "none"
     fp8 = inference = True
     """`fp8`: weights for FP8 products are multiplied so."""
+    exact = False
     cache: Any
 
     @property
@@ -117,9 +121,9 @@ class _Appending(_Inference):
     ) -> tuple[Array, Array]:
         """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor.
 
-        Latent attention, whose writes are others, rotates at once.
+        Latent attention, whose writes are others, rotates at once, and so does what has training's bits, by its kernel.
         """
-        if at_once or self.latents != "none":
+        if at_once or self.exact or self.latents != "none":
             return norm_and_rotate(q, k, self._rope, rotary, norms=norms, factor=factor)
         self._rotation = rotary, norms, factor
         return q, k
@@ -134,7 +138,7 @@ class PrefillContext(_Appending):
     def __init__(self, packed: PackedContext, cache: Cache, places: Places, *, fp8: bool = True):
         self._packed, self.cache, self._places, self.fp8 = packed, cache, places, fp8
         self.layer_input, self.latents, self._rope = packed.layer_input, packed.latents, packed.rope
-        self.ranks = packed.ranks
+        self.ranks, self.exact = packed.ranks, packed.exact
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
@@ -176,10 +180,12 @@ class DecodeContext(_Appending):
     def __init__(self, cache: Cache, cursor: Cursor, *, fp8: bool = True):
         self.cache, self._cursor, self.fp8 = cache, cursor, fp8
         self.layer_input, self._rope, self.ranks = cursor.layer_input, cursor.rope, cursor.places.ranks
-        self.latents = "read" if isinstance(cache, LatentPages) else "none"
+        self.latents, self.exact = "read" if isinstance(cache, LatentPages) else "none", cursor.forks is not None
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
+        if self.exact:
+            return self._write_and_attend(q, k, v, window=window, **options)
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         tables = cursor.tables[cursor.places.windows.index(window)]
         out, self.keys = append_and_attend(
@@ -191,6 +197,14 @@ class DecodeContext(_Appending):
             **options,
         )
         return out[None]
+
+    def _write_and_attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
+        """Write all tokens to the cache, and then compute attention of each."""
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
+        new = q[0], k[0], v[0]
+        rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
+        at = cursor.tables[cursor.places.windows.index(window)], cursor.positions
+        return paged_attention(rotated, self.keys, *at, window=window, forks=cursor.forks, **options)[None]
 
     def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
         """Compute the weighted latents over each slot's cache, including the new token [1, S, 1, W]."""
@@ -231,11 +245,7 @@ class ExtendContext(DecodeContext):
 
     def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
         """Write all tokens to the cache, and then compute attention of each."""
-        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
-        new = q[0], k[0], v[0]
-        rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
-        tables = cursor.tables[cursor.places.windows.index(window)]
-        return paged_attention(rotated, self.keys, tables, cursor.positions, window=window, **options)[None]
+        return self._write_and_attend(q, k, v, window=window, **options)
 
 
 class VerifyContext(ExtendContext):

@@ -125,6 +125,8 @@ class Engine:
             `rounding_as_written`.
         drafting: a head that drafts tokens, whose weights the frozen parameters have as `draft` (the trainable ones: an
             empty tree); None decodes one token a step.
+        exact: give each token the bits that training's forward pass has, whatever is decoded with it; see
+            `exact.obstacle` for models that cannot.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class Engine:
         ahead: bool = False,
         as_written: bool = False,
         drafting: Drafting | None = None,
+        exact: bool = False,
     ):
+        self._exact = exact
         self._as_written, self._drafting, self._told = as_written, drafting, False
         self.drafts = DraftCounts()
         """Drafts so far."""
@@ -161,8 +165,8 @@ class Engine:
             self._sizes.clear()
 
     def _make_programs(self) -> EnginePrograms:
-        with rounding_as_written(self._as_written):
-            return EnginePrograms(*self._model, self._fp8_layers, self._drafting)
+        with rounding_as_written(self._as_written or self._exact):
+            return EnginePrograms(*self._model, self._fp8_layers, self._drafting, exact=self._exact)
 
     def generate(
         self,
@@ -318,7 +322,7 @@ class Engine:
         name = plan, kind, whole, leaves
         if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
             del self._sizes[next(iter(self._sizes))]
-        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots))
+        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots, self._programs.fewest))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         programs, place, vocabulary, drafts = self._programs, place_of(trees), self.config.vocab_size, None
         caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
@@ -337,14 +341,14 @@ class Engine:
 
     def _tell_of_experts(self, trees: Trees, plan: CachePlan) -> None:
         """Log once how experts are multiplied in decode steps, which take longer without kernels of few rows."""
-        if self._told:
+        if self._told or compute_capability() is None:
             return
         self._told = True
         trainable, frozen = trees
         choice = choose_decoded_experts(self._model[0], trainable, frozen, self.config, self._dtype, plan.slots)
         if choice is not None and choice.barred is None:
             _log.info("experts: by kernels of few rows")
-        elif choice is not None and compute_capability() is not None:
+        elif choice is not None:
             _log.warning("experts: not by kernels of few rows: %s", choice.reason)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:
@@ -426,8 +430,8 @@ class DecodeBatch:
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
-        self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees)
-        self._prompts = PromptInputs(plan, programs.windows, kind.ranks)
+        self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees, exact=programs.exact)
+        self._prompts = PromptInputs(plan, programs.windows, kind.ranks, programs.tile)
         self._slots, self._pace = slots, pace
         self._scheduler = Scheduler(
             plan,
@@ -436,6 +440,7 @@ class DecodeBatch:
             rewinds=programs.rewinds,
             rows=programs.rows,
             outside=_pages_outside(plan),
+            tile=programs.tile,
         )
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""
@@ -584,7 +589,7 @@ class DecodeBatch:
         """Return the programs of windows of some features."""
         if (features, drafts) == (self._kind.features, self._pace.usual):
             return self._sizes
-        return self._others.setdefault((features, drafts), WindowSizes(self._plan.slots))
+        return self._others.setdefault((features, drafts), WindowSizes(self._plan.slots, self._programs.fewest))
 
     def _options(self, features: Features, drafts: int) -> dict[str, Any]:
         """Return the static arguments of windows."""

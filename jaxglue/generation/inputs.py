@@ -14,7 +14,7 @@ from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features, answer_keys
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
-from jaxglue.ops.segments import PackedSegments, pack_segments, segment_bucket
+from jaxglue.ops.segments import PackedSegments, pack_forks, pack_segments, segment_bucket
 from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
@@ -74,9 +74,11 @@ class SlotTable:
         kind: of the answers.
         vocabulary: of the model.
         sees: the model sees images, behind which positions in rotation differ from those of the cache.
+        exact: answers have training's bits.
     """
 
-    def __init__(self, plan: CachePlan, kind: ProgramKind, vocabulary: int, *, sees: bool = False):
+    def __init__(self, plan: CachePlan, kind: ProgramKind, vocabulary: int, *, sees: bool = False, exact: bool = False):
+        self._exact = exact
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
         self._answers = dict[int, tuple[Any, frozenset[int]]]()
@@ -84,7 +86,8 @@ class SlotTable:
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
         self._deltas: Any = np.zeros(rows, np.int32) if sees else None
         self._filled = [0] * rows
-        zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in ("ends", "tokens", "positions")}
+        names = ("ends", "tokens", "positions", *(("forks",) if exact else ()))
+        zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in names}
         self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
         self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
         self._controls["keys"] = np.zeros((rows, *answer_keys([(0, 0, 0)]).shape[1:]), np.uint32)
@@ -141,6 +144,8 @@ class SlotTable:
         fields, controls = self._fields, self._controls
         fields["ends"][slot], fields["tokens"][slot] = sequence.end, last
         fields["positions"][slot] = sequence.length - 1
+        if self._exact:
+            fields["forks"][slot] = len(request.prompt) - 1
         fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
@@ -173,31 +178,38 @@ class PromptInputs:
         plan: of the cache.
         windows: of the model's attention, as `EnginePrograms.windows`.
         ranks: of the adapters, of which prompts use some; 0 where all use all.
+        tile: tokens at whose multiples parts of prompts begin in a row, as in training with exact sampling; None for
+            prompts side by side.
     """
 
-    def __init__(self, plan: CachePlan, windows: tuple[int | None, ...], ranks: int):
-        self._plan, self._windows, self._all_ranks = plan, windows, ranks
+    def __init__(self, plan: CachePlan, windows: tuple[int | None, ...], ranks: int, tile: int | None = None):
+        self._plan, self._windows, self._all_ranks, self._tile = plan, windows, ranks, tile
 
     def row(self, row: abc.Sequence[Prefill]) -> tuple[Any, PackedSegments, Places, Images | None]:
         """Return one packed row of prompts: tokens [1, T], segments, where their keys and values go, and images."""
-        lengths = [len(prompt.tokens) for prompt in row]
-        used = sum(lengths)
+        lengths = [prompt.room for prompt in row]
+        used, firsts = sum(lengths), [0, *accumulate(lengths)]
         T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
+        places = np.concatenate([first + prompt.places for first, prompt in zip(firsts, row, strict=False)])
         tokens: Any = np.zeros((1, T), np.int32)
-        tokens[0, :used] = np.concatenate([prompt.tokens for prompt in row])
-        segments = pack_segments([lengths], seq_len=T, max_segments=max(segment_bucket(len(row)), 16))
+        tokens[0, places] = np.concatenate([prompt.tokens for prompt in row])
+        most = max(segment_bucket(len(row)), 16)
+        if self._tile is None:
+            segments = pack_segments([lengths], seq_len=T, max_segments=most)
+        else:
+            forks = [[(prompt.fork, len(prompt.tokens) - prompt.fork) for prompt in row]]
+            segments = pack_forks(forks, seq_len=T, max_segments=most, tile=self._tile)
         pages: Any = tuple(np.zeros(T, np.int32) for _ in self._windows)
         for kind, window in zip(pages, self._windows, strict=True):
-            kind[:used] = np.concatenate([self._places(prompt, window) for prompt in row])
+            kind[places] = np.concatenate([self._places(prompt, window) for prompt in row])
         offsets: Any = segments.positions[0] % PAGE
         slots: Any = np.full(segments.slots, self._plan.slots, np.int32)
         slots[: len(row)] = [prompt.slot for prompt in row]
         options: Any = {"slots": slots, "windows": self._windows}
         options["ranks"] = self._ranks(row[:1], [1]) if T > PREFILL_TOKENS else self._ranks(row, lengths, T)
-        places: Any = Places(pages=pages, offsets=offsets, **options)
-        firsts = [0, *accumulate(lengths)]
         prompts = [(first, len(p.tokens), p.images) for first, p in zip(firsts, row, strict=False)]
-        return tokens, segments, places, pack_prompts(prompts, T)
+        written: Any = Places(pages=pages, offsets=offsets, **options)
+        return tokens, segments, written, pack_prompts(prompts, T)
 
     def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Any, Cursor, Any, Any]:
         """Return the rests of prompts that begin in the cache: tokens [T], their positions in rotation, table rows.
@@ -208,7 +220,7 @@ class PromptInputs:
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
         rope: Any = None  # made by `extend`
-        tokens, positions, turned, slots, pages = (zeros(T) for _ in range(5))
+        tokens, positions, turned, slots, pages, forks = (zeros(T) for _ in range(6))
         tables = zeros((T, self._plan.table))
         slots[:], end = self._plan.slots, 0
         for prompt in row:
@@ -216,12 +228,13 @@ class PromptInputs:
             tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
             positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
             turned[begin:end] = positions[begin:end] + (0 if prompt.images is None else prompt.images.delta)
-            tables[begin:end, : len(prompt.pages)] = prompt.pages
+            tables[begin:end, : len(prompt.pages)], forks[begin:end] = prompt.pages, prompt.fork
             pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
         ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
         options: Any = {"windows": self._windows, "ranks": ranks}
         places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
-        cursor = Cursor(places=places, tables=(tables,), slots=slots, positions=positions, rope=rope)
+        at: Any = {"slots": slots, "positions": positions, "forks": None if self._tile is None else forks}
+        cursor = Cursor(places=places, tables=(tables,), rope=rope, **at)
         last = np.cumsum([len(prompt.tokens) - prompt.begin for prompt in row]) - 1
         pad = 0, max(_power_of_two(len(row)), _PADDED) - len(row)
         owners = np.pad([prompt.slot for prompt in row], pad, constant_values=self._plan.slots)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxglue.engine.compiler import Program, jit_step
+from jaxglue.engine.compiler import STEP_OPTIONS, Program, jit_step
 from jaxglue.engine.layer_forms import by_tiles
 from jaxglue.generation.contexts import (
     Cache,
@@ -32,15 +32,17 @@ from jaxglue.generation.drafts import (
     with_prompts,
 )
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
-from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample
+from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample, with_trained
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import PackedContext
 from jaxglue.models.draft import with_head_layer
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
-from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.attention.tiles import key_tile
+from jaxglue.ops.cross_entropy import cap_logits, trained_log_probs
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
+from jaxglue.ops.projection.ordered import FEWEST_ROWS, ordered_products
 from jaxglue.ops.recurrence import KeysAndStates, Replayed
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
@@ -102,6 +104,13 @@ class DecodeWindow:
     """Positions in rotation less those in the cache; None for models that see no images."""
     masks: UInt32[Array, "B words"] | None = None
     """Tokens that its first one is among, a bit each; None where no answer of the batch follows a grammar."""
+    forks: Int[Array, " B"] | None = None
+    """Tokens of its prompt before the last; None where answers need not have training's bits."""
+
+
+def _makes(exact: bool) -> partial[Program]:
+    """Return what makes programs: those with training's bits have its options, which fix the order of XLA's sums."""
+    return jit_step if exact else _jit
 
 
 class CachedLayer:
@@ -110,11 +119,11 @@ class CachedLayer:
     `fill` is the prefill of the model's last layer, whose output nothing reads: XLA leaves out what follows the cache.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True):
-        self._graphdef, self._fp8 = graphdef, fp8
+    def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True, exact: bool = False):
+        self._graphdef, self._fp8, make = graphdef, fp8, _makes(exact)
         self.prefill = jit_step(self._prefill, donate_argnames=("x", "cache"))
         self.fill = jit_step(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
-        self.decode = _jit(self._decode, donate_argnames="cache")
+        self.decode = make(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
         self.verify = _jit(self._verify, donate_argnames="cache")
 
@@ -159,7 +168,11 @@ class EnginePrograms:
         attention: str,
         fp8_layers: Sequence[bool],
         drafting: Drafting | None = None,
+        *,
+        exact: bool = False,
     ):
+        self.exact = exact
+        """Whether tokens have training's bits."""
         self._drafts = None if drafting is None else DraftPrograms(drafting, graphdefs, config, dtype)
         self.rows = 1 if drafting is None else drafting.rows
         """Tokens of a sequence in a step, at most."""
@@ -167,7 +180,7 @@ class EnginePrograms:
         """Architecture with all layers that have a cache."""
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         kinds = [*zip(graphdefs.layers, fp8_layers, strict=True)]
-        layer_types = {kind: CachedLayer(kind[0], fp8=kind[1]) for kind in kinds}
+        layer_types = {kind: CachedLayer(kind[0], fp8=kind[1], exact=exact) for kind in kinds}
         self._layers = [layer_types[kind] for kind in kinds]
         self._output_name = graphdefs.output_name
         self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
@@ -178,13 +191,18 @@ class EnginePrograms:
         """Whether prompts may have images."""
         self.rewinds = config.recurrent is None
         """Whether a sequence may give back its last tokens: no layer holds them in a recurrent state."""
-        self._embed_prompts, self._embed_suffixes = _jit(self._embed_packed), _jit(self._embed)
+        self.tile = key_tile(config.layer_kinds[0].head_dim) if exact else None
+        """Tokens at whose multiples parts of prompts begin in a row; None for any."""
+        self.fewest = FEWEST_ROWS if exact else 1
+        """Sequences of a window, at least."""
+        make = _makes(exact)
+        self._embed_prompts, self._embed_suffixes = make(self._embed_packed), make(self._embed)
         self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._read, self._write = jax.jit(_read_pages), jax.jit(_write_pages, donate_argnames="caches")
         self._begin = jax.jit(_begin, static_argnames="rows")
-        self._embed_slots = _jit(self._embed_last, static_argnames="plan")
-        self._advance = _jit(self._sample_next, static_argnames="features", donate_argnames="sequences")
+        self._embed_slots = make(self._embed_last, static_argnames="plan")
+        self._advance = make(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
         self._propose = _jit(self._propose_rows, static_argnames=("plan", "drafts"), donate_argnames="cache")
         self._embed_rows = _jit(self._embed_verified, static_argnames="plan")
@@ -194,8 +212,9 @@ class EnginePrograms:
             "donate_argnames": ("slots", "caches"),
             "static_argnames": ("plan", "features", "drafts", "steps"),
         }
-        self._run_one = Program(self._scan, compiler_options=_WINDOW_OPTIONS, **options)
-        self._run_several = Program(self._scan, compiler_options=_SEVERAL_OPTIONS, **options)
+        one, several = (STEP_OPTIONS, STEP_OPTIONS) if exact else (_WINDOW_OPTIONS, _SEVERAL_OPTIONS)
+        self._run_one = Program(self._scan, compiler_options=one, **options)
+        self._run_several = Program(self._scan, compiler_options=several, **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
     def prefill(
@@ -412,7 +431,8 @@ class EnginePrograms:
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments, images: Images | None):
         x, rope, layer_inputs = self._embed(weights, tokens, token_positions(segments, images), images)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
-        return x, PackedContext(segments=segments, rope=rope, backend=self._attention, tile=tile), layer_inputs
+        options: dict[str, Any] = {"backend": self._attention, "tile": tile, "exact": self.exact}
+        return x, PackedContext(segments=segments, rope=rope, **options), layer_inputs
 
     def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""
@@ -424,7 +444,9 @@ class EnginePrograms:
         places = Places(
             pages=pages, offsets=positions % PAGE, slots=window.slots, windows=self.windows, ranks=window.ranks
         )
-        cursor = Cursor(places=places, tables=tables, slots=window.slots, positions=positions, rope=rope)
+        cursor = Cursor(
+            places=places, tables=tables, slots=window.slots, positions=positions, rope=rope, forks=window.forks
+        )
         return x, cursor, layer_inputs
 
     def _tables(self, sequences: EngineSlots, window: DecodeWindow, plan: CachePlan) -> tuple[Int[Array, "B P"], ...]:
@@ -451,11 +473,15 @@ class EnginePrograms:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        hidden = norm(x[0])
-        logits = project(with_low_rank(output, hidden, window.ranks), extended_matrix(output), jnp.float32)
-        logits, positions = cap_logits(logits, self._config.scales.logit_softcap), sequences.positions + 1
+        hidden, matrix, softcap = norm(x[0]), extended_matrix(output), self._softcap
+        read = with_low_rank(output, hidden, window.ranks)
+        products = self._multiply_head(read, matrix)
+        logits, positions = cap_logits(products, softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features, masks)
+        if self.exact:
+            log_probs = trained_log_probs(read, matrix, products, sampled.tokens, softcap=softcap)
+            sampled = with_trained(sampled, log_probs, window.controls, features)
         tokens, was_live = sampled.tokens, sequences.live
         live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
         shown = jnp.where(was_live, jnp.where(sampled.finite, tokens, NOT_FINITE), IDLE)
@@ -466,6 +492,15 @@ class EnginePrograms:
         positions = jnp.where(live, positions, 0)
         after = replace(sequences, tokens=tokens, positions=positions, live=live, drafts=drafts)
         return after, sampled._replace(tokens=shown)
+
+    def _multiply_head(self, hidden: Float[Array, "B W"], matrix: Float[Array, "V W"]) -> Float[Array, "B V"]:
+        if self.exact:
+            return ordered_products(hidden, [matrix], jnp.float32)[0]
+        return project(hidden, matrix, jnp.float32)
+
+    @property
+    def _softcap(self) -> float | None:
+        return self._config.scales.logit_softcap
 
     def _propose_rows(
         self, weights, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, plan: CachePlan, drafts: int

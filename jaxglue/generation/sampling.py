@@ -159,6 +159,17 @@ def sample(
     )
 
 
+def with_trained(sampled: Sampled, log_probs: Float[Array, " B"], controls: Controls, features: Features) -> Sampled:
+    """Return a sample with log-probabilities of its tokens by the model alone, at temperature 1, as training has them.
+
+    They are those of sampling, too, of sequences that change no logits.
+    """
+    if features.penalties or features.biases:
+        return sampled._replace(model_log_probs=log_probs)
+    plain = divisors(controls.temperature) == 1 if features.draws else jnp.ones(len(log_probs), bool)
+    return sampled._replace(model_log_probs=log_probs, log_probs=jnp.where(plain, log_probs, sampled.log_probs))
+
+
 def _uniform(keys: UInt32[Array, "B words"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return a random number for each sequence's position."""
     return jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions))

@@ -5,7 +5,7 @@ stop token or limit. Where pages run out, the sequence that came last gives its 
 """
 
 from collections import abc, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Matcher
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
+from jaxglue.ops.segments import aligned
 from jaxglue.vision.rows import PromptImages
 
 LONGEST_SUFFIX = 512
@@ -137,6 +138,21 @@ class Prefill(NamedTuple):
     """As in `Request`."""
     images: PromptImages | None = None
     """As in `Request`."""
+    fork: int = 0
+    """Tokens of the prompt before its last, as far as they are among these."""
+    tile: int = 1
+    """Tokens at whose multiples in a row they begin, and those behind the fork."""
+
+    @property
+    def places(self) -> Int[np.ndarray, " n"]:
+        """Return the places of the tokens in the part of a row that they take."""
+        place = np.arange(len(self.tokens))
+        return np.where(place < self.fork, place, place - self.fork + aligned(self.fork, self.tile))
+
+    @property
+    def room(self) -> int:
+        """Return the tokens of a row that they take."""
+        return aligned(self.fork, self.tile) + aligned(len(self.tokens) - self.fork, self.tile)
 
 
 @dataclass(eq=False)
@@ -184,19 +200,19 @@ class SchedulerOutput:
     @property
     def rows(self) -> Iterator[list[Prefill]]:
         """Yield prompts that share a row of `PREFILL_TOKENS`, or one that is longer."""
-        return _packed(self.prompts, PREFILL_TOKENS)
+        return _packed(self.prompts, PREFILL_TOKENS, lambda prompt: prompt.room)
 
     @property
     def suffix_rows(self) -> Iterator[list[Prefill]]:
         """Yield suffixes that share a row of `LONGEST_SUFFIX` tokens."""
-        return _packed(self.suffixes, LONGEST_SUFFIX)
+        return _packed(self.suffixes, LONGEST_SUFFIX, lambda suffix: len(suffix.tokens) - suffix.begin)
 
 
-def _packed(prefills: abc.Sequence[Prefill], most: int) -> Iterator[list[Prefill]]:
+def _packed(prefills: abc.Sequence[Prefill], most: int, tokens_of: Callable[[Prefill], int]) -> Iterator[list[Prefill]]:
     """Yield those that share a row of so many tokens, in order; a longer one is alone."""
     row, used = list[Prefill](), 0
     for prefill in prefills:
-        count = len(prefill.tokens) - prefill.begin
+        count = tokens_of(prefill)
         if row and used + count > most:
             yield row
             row, used = [], 0
@@ -217,6 +233,8 @@ class Scheduler:
         rows: tokens that a step chooses at most, where a head drafts; then at least one of a prompt's is always
             computed, since the first draft reads its state.
         outside: pages of held answers for which there is room outside of the cache.
+        tile: answers have training's bits, whose keys are in tiles of so many tokens; None for any bits. Pages of
+            answers then serve no prompt, whose tiles do not begin anew within it.
     """
 
     def __init__(
@@ -228,7 +246,9 @@ class Scheduler:
         rewinds: bool = True,
         rows: int = 1,
         outside: int = 0,
+        tile: int | None = None,
     ):
+        self._tile = tile
         self._remembers, self._rewinds, self._outside = remembers, rewinds, outside
         self._least, self._drafts = steps, rows > 1
         self._held, self._saves = dict[Sequence, Held](), list[tuple[PageCopy, list[int]]]()
@@ -346,7 +366,7 @@ class Scheduler:
         else:
             if self._remembers and sequence.length == sequence.end:
                 # The last token is not in the cache, nor any after it in a window under way in a full page.
-                self._pool.name(sequence.pages, sequence.names(sequence.tokens[:-1]))
+                self._pool.name(sequence.pages, self._names(sequence, sequence.tokens[:-1]))
             self._pool.give_back(sequence.pages)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.pages = None, []
@@ -410,7 +430,7 @@ class Scheduler:
         tokens = first.tokens[:known]
         shared, all_pages = known // PAGE, pages_of(min(first.length + self._steps, first.end))
         group = self._siblings(first)
-        names = first.names(tokens) if self._remembers else []
+        names = self._names(first, tokens) if self._remembers else []
         there = self._pool.find(names[: (known - 1) // PAGE] if self._drafts else names)
         images = first.request.images
         if images is not None and images.places[-1] >= len(there) * PAGE:
@@ -439,6 +459,10 @@ class Scheduler:
         if known:
             self._prefill(work, group[:fits], tokens, len(there) * PAGE)
         return True
+
+    def _names(self, sequence: Sequence, tokens: Int[np.ndarray, " n"]) -> list[bytes]:
+        """Return the names of the pages of a sequence's first tokens that serve other texts which begin alike."""
+        return sequence.names(tokens if self._tile is None else tokens[: len(sequence.request.prompt) - 1])
 
     def _may_extend(self, sequence: Sequence) -> bool:
         """Return whether the tokens after those of held pages are computed behind them, and not all of them again."""
@@ -489,7 +513,9 @@ class Scheduler:
         first, *others = group
         assert first.slot is not None
         if begin < len(tokens):
-            prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks, first.request.images)
+            fork = min(len(first.request.prompt) - 1, len(tokens))
+            own: Any = {"fork": fork, "tile": self._tile or 1}
+            prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks, first.request.images, **own)
             (work.suffixes if begin else work.prompts).append(prefill)
         full, partial = divmod(len(tokens), PAGE)
         for sequence in others:

@@ -25,10 +25,14 @@ class WindowSizes:
     """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
 
     The last of many answers are decoded by smaller programs, which threads compile meanwhile.
+
+    Args:
+        slots: of the cache.
+        least: sequences of a window, some of which may be nobody's.
     """
 
-    def __init__(self, slots: int):
-        self._slots, self._ready = slots, dict[int, Any]()
+    def __init__(self, slots: int, least: int = 1):
+        self._slots, self._least, self._ready = max(slots, least), least, dict[int, Any]()
         self._asked, self._under_way = False, list[Future]()
         self._times = dict[int, tuple[float, float]]()
         """Seconds of a window of each size, and when they were known."""
@@ -74,7 +78,7 @@ class WindowSizes:
         if ready := [size for size in list(self._ready) if size >= count]:
             return min(ready), self._ready[min(ready)]
         size = self._slots
-        while not whole and size // 4 >= count:
+        while not whole and size // 4 >= max(count, self._least):
             size //= 4
         return size, None
 

@@ -232,7 +232,14 @@ Fork = Sequence[int]
 """Tokens of a common beginning, and of each of its continuations."""
 
 
-def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
+def aligned(tokens: int, tile: int) -> int:
+    """Return the tokens that a part takes where each begins at a multiple of a tile's tokens."""
+    return -(-tokens // tile) * tile
+
+
+def pack_forks(
+    rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: int | None = None, tile: int = 1
+) -> PackedSegments:
     """Build the metadata, in numpy, of rows whose segments have several continuations of one beginning.
 
     Continuations see the beginning, at the same positions after it, and not each other. A beginning's `ends` are the
@@ -241,19 +248,21 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     Args:
         rows: segments of each row, in order, laid out as beginning, first, second, …; a part may have no token.
         seq_len, max_segments: of `pack_segments`.
+        tile: tokens at whose multiples all parts begin; those between a part and the next belong to it, and no other
+            token sees them.
 
     Raises:
         ValueError: as `pack_segments`.
     """
-    lengths = [[sum(fork) for fork in row] for row in rows]
+    lengths = [[sum(aligned(size, tile) for size in fork) for fork in row] for row in rows]
     slots = segment_bucket(max_segments or max(map(len, rows), default=0))
     packed = pack_segments(lengths, seq_len=seq_len, kind=BatchKind(False, slots))
     ends, positions = np.array(packed.ends), np.array(packed.positions)
     gap_starts, gap_ends = np.zeros((2, *ends.shape), np.int32)
     for b, row in enumerate(rows):
         for start, (shared, *continuations) in zip(np.asarray(packed.cu_seqlens)[b], row, strict=False):
-            fork = begin = start + shared
-            for size in continuations:
+            fork, begin = start + shared, start + aligned(shared, tile)
+            for size in (aligned(size, tile) for size in continuations):
                 tokens = slice(begin, begin + size)
                 ends[b, tokens] = begin + size
                 positions[b, tokens] -= begin - fork

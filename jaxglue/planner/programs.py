@@ -130,7 +130,7 @@ def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedCon
     own: Any = None
     if config.per_layer is not None:
         own = jax.ShapeDtypeStruct((*x.shape[:2], config.per_layer.size), workload.dtype)
-    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile, layer_input=own)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile, exact=workload.exact, layer_input=own)
 
 
 @lru_cache(maxsize=64)

@@ -115,6 +115,8 @@ class Workload:
     """Attention's backend."""
     tile: int | None = None
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    exact: bool = False
+    """Tokens have the bits that sampling gives them (`PackedContext.exact`)."""
     objective: Objective = SUPERVISED
     """Its answers, if it has some, share their prompt."""
     reference: bool = False
@@ -139,7 +141,14 @@ class Workload:
     def any_rows(self) -> "Workload":
         """Return the workload that stands for all which differ in their rows only: parameters are the same."""
         return replace(
-            self, objective=SUPERVISED, reference=False, seq_len=1, tile=None, document_lengths=(), other_models=0
+            self,
+            objective=SUPERVISED,
+            reference=False,
+            seq_len=1,
+            tile=None,
+            exact=False,
+            document_lengths=(),
+            other_models=0,
         )
 
     @property

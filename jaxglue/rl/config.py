@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxglue.generation.config import Drafts
+from jaxglue.generation.config import Drafts, is_number
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
 from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synonyms
@@ -12,6 +12,10 @@ from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synony
 def file_of_function(text: str) -> str | None:
     """Return the file of a function, `rewards.py:exact_match?weight=2`; None for the name of a shipped one."""
     return text.partition("?")[0].rpartition(":")[0] or None
+
+
+def _is_on(choice: str) -> bool:
+    return choice == "on"
 
 
 def _is_base(teacher: str | None) -> bool:
@@ -63,7 +67,22 @@ class RolloutConfig(Config):
     """The most episodes under way at once; by default all of a generation."""
     max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """The most answers that are written at once; by default as many as memory holds."""
-    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "off"
+    exact_sampling: Annotated[
+        Literal["auto", "on", "off"],
+        Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),
+        Excludes("lmbda", "answers of the rows were not sampled", when=_is_on),
+        Excludes("temperature", "kernels of the loss are for 1", lambda temperature: temperature != 1, when=_is_on),
+        Excludes("dropout", "sampling drops no inputs", when=_is_on),
+        Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none", when=_is_on),
+        Excludes("attention", "it has an attention of its own", when=_is_on),
+    ] = "auto"
+    """Sample with the very bits of training, whatever is decoded together: log-probabilities of sampling are then those
+    of the loss, and ratios of the first update are 1. auto is off until rates of GPUs are known."""
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact_sampling", "drafts are verified several at a time", _is_on, when=is_number),
+    ] = "off"
     """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
     as many as save time, by the answers under way and how many drafts they accept."""
     history: Literal["append", "branch"] = "append"

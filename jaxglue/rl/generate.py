@@ -148,11 +148,15 @@ def sample(
 ) -> list[list[Sample]]:
     """Return the model's answers to prompts of a data set, continued by the environment.
 
-    Numbers are the prompts' in the run.
+    Numbers are the prompts' in the run. The log-probabilities of exact sampling are those of training under the same
+    weights.
     """
     if writer.environment is None:
         tokens, images = [prompt.tokens for prompt in prompts], [dataset.images_of(prompt) for prompt in prompts]
-        return writer.policy.sample(tokens, numbers, plan.answers, images)
+        groups = writer.policy.sample(tokens, numbers, plan.answers, images)
+        if plan.tile is None or not plan.objective.needs_old(plan.window):
+            return groups
+        return [[answer._replace(old=answer.log_probs) for answer in group] for group in groups]
     with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed) as episodes:
         writer.policy.converse(episodes.sources, plan.answers)
         return episodes.samples()
@@ -166,6 +170,26 @@ def judge(
     dead = np.array([[s.episode is not None and s.episode.died is not None for s in group] for group in samples])
     rewards[dead] = 0.0 if plan.config.dead_episodes == "zero" else np.nan
     return rewards
+
+
+def check_exact(plan: RolloutPlan, policy: Policy, generation: Generation) -> None:
+    """Compare log-probabilities of sampling with training's, on a micro-batch of answers under the same weights.
+
+    Raises:
+        ValueError: some differ, so that sampling is not exact on this device.
+    """
+    prompts, samples = generation.prompts, generation.samples
+    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
+    batch = plan.pack(groups)[0].batch
+    assert batch.rollouts is not None
+    counted = np.asarray(batch.loss_weights) > 0
+    trained, sampled = (np.asarray(values)[counted] for values in (policy.log_probs(batch), batch.rollouts.sampler))
+    if unequal := int((trained != sampled).sum()):
+        raise ValueError(
+            f"--exact-sampling on does not hold here: of {len(trained):,} tokens {unequal:,} have other "
+            f"log-probabilities in training, by up to {np.abs(trained - sampled).max():.2g} nats, so that some sum has "
+            "another order on this device: leave it out"
+        )
 
 
 def _row_answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -191,7 +215,8 @@ def _begin_passes(
     plan: RolloutPlan, policy: Policy, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
 ) -> _LogProbPasses | None:
     """Begin to compute the log-probabilities that something reads: later steps, the reference's divergence, rewards."""
-    needs_old, needs_reference = plan.objective.needs_old(plan.window), plan.objective.uses_reference
+    needs_old = plan.objective.needs_old(plan.window) and plan.tile is None
+    needs_reference = plan.objective.uses_reference
     if not (needs_old or needs_reference or plan.teachers is not None):
         return None
     groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))

@@ -25,7 +25,7 @@ from jaxglue.rl.advantages import (
     rewards_of,
     turn_credits,
 )
-from jaxglue.rl.generate import Policy, Writer, answer_held_out, generate, make_writer
+from jaxglue.rl.generate import Policy, Writer, answer_held_out, check_exact, generate, make_writer
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
@@ -68,10 +68,14 @@ class RolloutSteps(Iterator[Step]):
         self._window: deque[Step] = deque()
         self._following = 0
         self._warned: set[str] = set()
+        self._is_exact = plan.tile is None
+        """Whether exact sampling has been compared with training, if it is asked for."""
 
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._writer = make_writer(self.plan, policy, tokenizer)
+        if self.plan.config.exact_sampling == "auto":
+            _log.info("exact sampling: off, since no GPU's price of it is known yet; --exact-sampling on takes it")
         self.plan.judge.load_models(tokenizer)
 
     def release(self) -> None:
@@ -93,6 +97,9 @@ class RolloutSteps(Iterator[Step]):
         if generation is None:
             with self._folder.journal(step) as journal:
                 generation = generate(plan, self._writer, self.state.position, journal)
+            if not self._is_exact:
+                check_exact(plan, self._writer.policy, generation)
+                self._is_exact = True
             self._folder.save(step, generation)
         advantages = compare(plan.objective, rewards_of(plan, generation))
         self._folder.record(step + 1, generation, plan.judge.names, advantages.values)

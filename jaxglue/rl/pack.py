@@ -12,7 +12,7 @@ from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.data.images import DocumentPart, ImageReader
 from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
-from jaxglue.ops.segments import BatchKind, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.ops.segments import BatchKind, aligned, copy_beginnings, pack_forks, pack_segments, segment_bucket
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Row, Sample
 
@@ -162,6 +162,7 @@ def pack_groups(
     shared: bool = True,
     copies: bool = False,
     reader: ImageReader | None = None,
+    tile: int = 1,
 ) -> list[Packed]:
     """Pack groups into micro-batches of one shape; a group longer than a row repeats its prompt in further ones.
 
@@ -173,13 +174,14 @@ def pack_groups(
         shared: a row holds a prompt once; else each answer has a copy.
         copies: rows with shared prompts say where operations that follow one continuation find copies.
         reader: of the prompts' images; None of data without any.
+        tile: tokens at whose multiples shared prompts and answers begin.
 
     Raises:
         ValueError: a prompt and one of its answers are longer than a row.
     """
-    rows = _rows(groups, seq_len, shared)
+    rows = _rows(groups, seq_len, shared, tile)
     rows += [[] for _ in range(-len(rows) % batch_size)]
-    packed = [_pack(part, seq_len, segment_bucket(slots), shared, reader) for part in batched(rows, batch_size)]
+    packed = [_pack(part, seq_len, segment_bucket(slots), shared, reader, tile) for part in batched(rows, batch_size)]
     if not copies:
         return packed
     return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
@@ -208,7 +210,7 @@ def unpack(packed: Sequence[Packed], values: Sequence[Float[Any, "B T *E"]]) -> 
     return [by_number[number] for number in range(len(by_number))]
 
 
-def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tuple[Group, range]]]:
+def _rows(groups: Sequence[Group], seq_len: int, shared: bool, tile: int) -> list[list[tuple[Group, range]]]:
     """Return rows of groups, or parts of them, with the numbers of their answers.
 
     A group goes to the fullest row with room for it. Where there is none, as many of its answers as fit complete the
@@ -222,12 +224,12 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
         end = number + len(answers)
         while number < end:
             waiting = answers[len(answers) - (end - number) :]
-            lengths = np.cumsum([len(answer.tokens) for answer in waiting])
-            sizes = (lengths + len(prompt) - 1)[: None if shared else 1]
+            lengths = np.cumsum([aligned(len(answer.tokens), tile) for answer in waiting])
+            sizes = (lengths + aligned(len(prompt) - 1, tile))[: None if shared else 1]
             if sizes[0] > seq_len:
                 raise ValueError(
-                    f"a prompt of {len(prompt):,} tokens and its answer of {lengths[0]:,} are longer than a row of "
-                    f"{seq_len:,}: raise --seq-len, or lower --max-completion-length"
+                    f"a prompt of {len(prompt):,} tokens and its answer of {len(waiting[0].tokens):,}{_rounded(tile)} "
+                    f"are longer than a row of {seq_len:,}: raise --seq-len, or lower --max-completion-length"
                 )
             row = min((row for row, room in enumerate(rooms) if room >= sizes[-1]), key=rooms.__getitem__, default=None)
             if row is None and rooms:
@@ -245,8 +247,17 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool) -> list[list[tupl
     return rows
 
 
+def _rounded(tile: int) -> str:
+    return "" if tile == 1 else f", each rounded up to a multiple of {tile} for --exact-sampling,"
+
+
 def _pack(
-    rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool, reader: ImageReader | None
+    rows: Sequence[Sequence[tuple[Group, range]]],
+    seq_len: int,
+    slots: int,
+    shared: bool,
+    reader: ImageReader | None,
+    tile: int,
 ) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
     examples = {
@@ -266,7 +277,7 @@ def _pack(
             prompt, answers = group.prompt, group.answers
             before = len(prompt) - 1
             tokens[b, begin : begin + before] = prompt[:-1]
-            begin += before
+            begin += aligned(before, tile)
             for answer in answers:
                 span = slice(begin, begin + len(answer.tokens))
                 tokens[b, span] = [prompt[-1], *answer.tokens[:-1]]
@@ -275,10 +286,10 @@ def _pack(
                 for name, values in others.items():
                     values[b, span] = getattr(answer, name)
                 owners[b, span], advantages[b, slot] = slot, answer.advantage
-                begin, slot = begin + len(answer.tokens), slot + 1
+                begin, slot = begin + aligned(len(answer.tokens), tile), slot + 1
     rollouts = Rollouts(owners=owners, advantages=advantages, sampler=sampler, **others)  # type: ignore[arg-type]
     if shared:
-        segments = pack_forks(forks, seq_len=seq_len, max_segments=slots)
+        segments = pack_forks(forks, seq_len=seq_len, max_segments=slots, tile=tile)
     else:
         kind = BatchKind(long=False, slots=slots)
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)

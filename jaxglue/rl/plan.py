@@ -42,6 +42,9 @@ class RolloutPlan:
     """Servers whose models judge tokens, if there are any."""
     held_out: PromptDataset | None = None
     """Prompts that are answered in evaluations, if there are any."""
+    tile: int | None = None
+    """Sampling is exact: prompts and answers begin at multiples of so many tokens of a row, attention's tiles of keys;
+    None where it is near."""
 
     def __post_init__(self):
         _check_prompts(self.dataset.prompts, self.config.environment, answered=self.config.lmbda < 1)
@@ -96,6 +99,7 @@ class RolloutPlan:
             shared=self.shared,
             copies=self.copies,
             reader=self.dataset.reader,
+            tile=self.tile or 1,
         )
 
     @property
@@ -128,6 +132,7 @@ class RolloutPlan:
             **{"data": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len},
             **{"batch_size": self.batch_size, "copies": self.copies},
             **{"answers": self.answers, "prompts": self.prompts, "window": self.window},
+            **({} if self.tile is None else {"tile": self.tile}),
         }
 
 

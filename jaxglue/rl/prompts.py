@@ -24,6 +24,7 @@ from jaxglue.data.store import StoreInfo, TokenStore
 from jaxglue.data.template import ChatTemplate, adopt
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
+from jaxglue.ops.segments import aligned
 from jaxglue.vision.processor import Grid
 from jaxglue.vision.records import ImageRecord, ImageRecords
 from jaxglue.vision.rows import Image
@@ -100,12 +101,17 @@ class PromptDataset(TokenDataset):
         return digest.hexdigest()
 
 
+def _rounded(tile: int) -> str:
+    return "" if tile == 1 else f", where each takes a multiple of {tile} for --exact-sampling"
+
+
 def read_prompts(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     answer: int,
     limit: int,
+    tile: int = 1,
     teacher_system: str | None = None,
     held_out: bool = False,
     answered: bool = True,
@@ -119,6 +125,7 @@ def read_prompts(
         tokenizer: of the model; adopts the template of `config`.
         answer: the most tokens of an answer.
         limit: the most of a prompt and its answer.
+        tile: tokens at whose multiples a prompt and its answer begin in a row.
         teacher_system: system message of a teacher's prompts; `{name}` stands for a column.
         held_out: read the held-out rows of `config`, not those to train on.
         answered: keep the rows' own answers.
@@ -138,13 +145,17 @@ def read_prompts(
         encoder.rules = rules = None if images is None else images(source)
         prompt = encoder.encode(row)
         longest = max(len(prompt.tokens), len(prompt.teacher or ()))
+        room = max(longest + answer, aligned(longest - 1, tile) + aligned(answer, tile))
+        if room <= limit:
+            prompts.append(prompt._replace(given=prompt.given[:answer] if answered and prompt.given else None))
         if longest + answer <= limit:
             given = prompt.given[:answer] if answered and prompt.given else None
             prompts.append(prompt._replace(given=given, document=len(prompts)))
         elif config.overlong != "drop":
             raise ValueError(
                 f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
-                f"in {limit:,}: raise --seq-len, lower --max-completion-length, or leave it out with --overlong drop"
+                f"in {limit:,}{_rounded(tile)}: raise --seq-len, lower --max-completion-length, or leave it out with "
+                "--overlong drop"
             )
     if not prompts:
         flag = "eval_data" if held_out else "data"

@@ -64,8 +64,8 @@ class ScoreConfig(AssistantConfig):
     def validate(self) -> None:
         """Refuse sampling."""
         super().validate()
-        if self.sampling != SamplingConfig():
-            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
+        if self.sampling != SamplingConfig() or self.exact:
+            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature, --exact and other such flags")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,10 @@ class EvaluateConfig(AssistantConfig):
         object.__setattr__(self, "tasks", names)
         if bool(names) == bool(self.data):
             raise ValueError("name tasks with --tasks, or files of rows with --data")
+        if self.exact:
+            raise ValueError(
+                "--exact is for answers alone, and tasks have log-likelihoods of packed rows: leave it out"
+            )
         if self.diagram and not self.data:
             raise ValueError("--diagram: it is of decisions in files of rows: give --data")
         if self.sampling != SamplingConfig():
@@ -210,7 +214,7 @@ class EmbedConfig(AssistantConfig):
     def validate(self) -> None:
         """Refuse sampling, and mined rows in a file of numbers."""
         super().validate()
-        if self.sampling != SamplingConfig():
-            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature and other such flags")
+        if self.sampling != SamplingConfig() or self.exact:
+            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature, --exact and other such flags")
         if self.mine and self.output.suffix != ".jsonl":
             raise ValueError(f"--output {self.output}: rows with mined negatives need a .jsonl file")

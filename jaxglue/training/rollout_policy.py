@@ -16,7 +16,7 @@ from jaxglue.data.iterator import See, seen_batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import tower_of
-from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.config import Drafts, SamplingConfig
 from jaxglue.generation.draft_rule import DraftCounts
 from jaxglue.generation.drafts import load_head
 from jaxglue.generation.engine import Engine
@@ -111,10 +111,9 @@ class TrainedPolicy:
         self._processor = next((reader.rules.processor for reader in run.data.readers), None)
         trees, self._head = (state.trainable, state.frozen), None
         if run.mesh.devices == 1:  # otherwise a number of drafts is refused, and auto means none
-            self._head = load_head(
-                plan.config.drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype
-            )
-        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True}
+            drafts: Drafts = "off" if run.workload.exact else plan.config.drafts
+            self._head = load_head(drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype)
+        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
         options["drafting"] = self._head and self._head.drafting
         self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
         self._drafts = DraftCounts()

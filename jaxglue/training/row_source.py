@@ -12,9 +12,11 @@ from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
+from jaxglue.generation.exact import obstacle
 from jaxglue.hf.hub import model_path
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.planner.workload import Workload
 from jaxglue.rl.loop import RolloutSteps
 from jaxglue.rl.plan import RolloutPlan
@@ -163,6 +165,12 @@ class Prompts:
         """Return what judges the answers, and knows the tools of environments; their files are imported here."""
         return Judge(self.config.rollouts)
 
+    @property
+    def tile(self) -> int | None:
+        """Return the tokens at whose multiples prompts and answers begin for exact sampling; None without it."""
+        on = self.config.rollouts.exact_sampling == "on"
+        return key_tile(self.model.layer_kinds[0].head_dim) if on else None
+
     @cached_property
     def teachers(self) -> ServedTeachers | None:
         """Return the servers whose models judge tokens; they are asked here for the first time."""
@@ -181,6 +189,7 @@ class Prompts:
             tokenizer,
             answer=rollouts.max_completion_length,
             limit=config.data.row_tokens,
+            tile=self.tile or 1,
             tools=None if self.judge.kinds is None else self.judge.tools_of,
             images=None if processor is None else partial(image_rules, processor, tokenizer=tokenizer),
         )
@@ -230,6 +239,8 @@ class Prompts:
             )
         if self.config.rollouts.teacher not in (None, "base"):
             _check_teacher(self.config, self.model, tokenizer)
+        if self.tile is not None:
+            _check_exact(self.config, self.model, mesh, self.why_copied)
 
     def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
         """Return the steps on the model's answers; their rewards are imported here, in processes of their own."""
@@ -249,6 +260,7 @@ class Prompts:
             copies=self.model.recurrent is not None,
             teachers=self.teachers,
             held_out=held_out,
+            tile=self.tile,
         )
         steps = RolloutSteps(plan, config.run.output)
         try:
@@ -258,6 +270,20 @@ class Prompts:
             judge.close()
             raise
         return steps, None, config.run.steps or config.run.epochs * steps.steps_per_epoch
+
+
+def _check_exact(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, why_copied: str) -> None:
+    """Raise ValueError for a model, head or mesh whose sampling cannot have training's bits."""
+    rank = config.lora.rank if config.model.method == "lora" else 0
+    reason = obstacle(model, config.model.compute_dtype, tokens=config.data.row_tokens, rank=rank)
+    if mesh.devices > 1:
+        reason = f"there are {mesh.devices} GPUs, and it is for one yet"
+    if why_copied:
+        reason = why_copied
+    if config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets:
+        reason = "the output projection has an adapter"
+    if reason is not None:
+        raise ValueError(f"--exact-sampling on cannot be kept: {reason}: leave it out")
 
 
 def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -392,6 +392,7 @@ def _make_executor(
             dtype=run.dtype,
             attention=run.remat.attention,
             tile=run.remat.tile,
+            exact=run.workload.exact,
             # The draft head reads the last layer's output between programs.
             layers_per_program=run.remat.layers_per_program if run.draft is None else 1,
             stream_weights=run.remat.streams_weights,

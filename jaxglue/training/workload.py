@@ -181,6 +181,7 @@ def make_workload(
         dtype=dtype,
         attention=config.model.attention,
         tile=config.model.tile,
+        exact=kind.needs_rollouts and config.rollouts.exact_sampling == "on",
         objective=config.objective.make(),
         reference=kind.needs_reference and may_run_in_steps(config),
         other_models=sum(map(tree_bytes, others))

@@ -54,6 +54,7 @@ from jaxglue.ops.projection import (
 from jaxglue.ops.projection.few_rows import FEW_ROWS, FewRowsCall
 from jaxglue.ops.projection.fp8 import ENCODE, EncodeCall
 from jaxglue.ops.projection.lora import LORA, LoraCall
+from jaxglue.ops.projection.ordered import ORDERED, OrderedCall
 from jaxglue.ops.projection.served import MERGE, MergeCall
 from jaxglue.ops.quant import DEQUANTIZE, DequantizeCall
 from jaxglue.ops.quant.formats import quantize_matrix
@@ -116,6 +117,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     (ROUTE, "triton", RouteCall(assignments=8, experts=4)),
     (NORM_ROPE, "triton", NormCall(dtype=HALF, style=NormStyle(offset=1.0))),
     (PAGED_ATTENTION, "triton", PAGED),
+    (PAGED_ATTENTION, "tiles", replace(PAGED, forked=True)),
     (APPEND, "triton", APPENDED),
     (
         APPEND_AND_ATTEND,
@@ -135,6 +137,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
         )
     ),
     (ENCODE, "triton", EncodeCall(dtype=HALF)),
+    (ORDERED, "triton", OrderedCall(dtype=HALF)),
     (LORA, "triton", LoraCall(dtype=HALF, rank=8)),
     (MERGE, "triton", MergeCall(weight=quantize_matrix(WEIGHT, "served_nvfp4"), rank=8)),
     (DEQUANTIZE, "triton", DequantizeCall(weight=quantize_matrix(WEIGHT, "nf4"))),

@@ -19,14 +19,15 @@ from jaxglue.rl.sampler import Sample
 class Policy:
     """Answers a prompt with its number in the run, and the answer's; notes passes, and is its own teacher."""
 
-    teacher_matrix = np.zeros((9, 1), np.float32)
+    teacher_matrix, differs = np.zeros((9, 1), np.float32), True
+    """`differs`: log-probabilities of training are not those of sampling."""
 
     def __init__(self, calls):
         self._calls = calls
 
     def log_probs(self, batch, *, reference=False):
         self._calls.append("reference" if reference else "old")
-        return -batch.targets.astype(np.float32)
+        return -batch.targets.astype(np.float32) if self.differs else np.zeros(batch.targets.shape, np.float32)
 
     def draft_acceptance(self):
         return None
@@ -72,12 +73,12 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, **settings):
+    def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, tile=None, **settings):
         calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
         objective = ObjectiveConfig(**{"objective": "grpo", **(loss or {})}).make()
         parts = {"dataset": dataset, "held_out": dataset if held_out else None, "judge": Judge(equal, reward, calls)}
-        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3}
+        sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "tile": tile}
         steps = RolloutSteps(RolloutPlan(objective=objective, config=config, **parts, **sizes), tmp_path)
         steps.begin(Policy(calls), SimpleNamespace())
         return steps
@@ -200,3 +201,20 @@ def test_weights_of_a_mean_over_the_steps_tokens_are_the_normalizers_share(make_
     step = next(make_steps(loss={"entropy_coef": 0.1}))
     weights = sum((batch.loss_weights * batch.rollouts.mean_weight).sum() for batch in step.micro_batches)
     assert weights == pytest.approx(step.targets)
+
+
+def test_exact_sampling_is_compared_once_and_gives_old_log_probabilities(make_steps, monkeypatch):
+    monkeypatch.setattr(Policy, "differs", False)
+    calls = []
+    steps = make_steps(calls=calls, tile=4, num_iterations=2)
+    batches = [next(steps).micro_batches[0] for _ in range(4)]
+    assert calls == ["rewards", "old", "rewards"]  # no pass but that of the comparison
+    for batch in batches:
+        answered = batch.loss_weights > 0
+        np.testing.assert_array_equal(batch.rollouts.old[answered], batch.rollouts.sampler[answered])
+
+
+def test_exact_sampling_that_does_not_hold_ends_the_run(make_steps):
+    steps = make_steps(tile=4)
+    with pytest.raises(ValueError, match="does not hold here: of 18 tokens 13 have other log-probabilities"):
+        next(steps)

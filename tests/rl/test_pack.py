@@ -48,3 +48,21 @@ def test_rows_of_a_usual_step_are_nearly_full():
     assert len(packed) - 1 <= 1.03 * tokens / 16384
     pieces = sum(len(np.unique(batch.segments.segment_ids)) - 1 for batch, _ in packed)
     assert pieces <= 64 + len(packed)  # a copy of a prompt a row
+
+
+@pytest.mark.parametrize("tile", [8, 32])
+def test_parts_begin_at_tiles_and_keep_their_positions(tile):
+    groups = make_groups(7, 4, 13, 40)
+    packed = pack_groups(groups, seq_len=256, batch_size=2, slots=28, tile=tile)
+    tokens = unpack(packed, [batch.targets for batch, _ in packed])
+    for got, own in zip(tokens, (a.tokens for group in groups for a in group.answers), strict=True):
+        np.testing.assert_array_equal(got, own)
+    for batch, rows in packed:
+        segments = batch.segments
+        for row, numbers in enumerate(rows):
+            for slot in range(len(numbers)):
+                own = np.flatnonzero(batch.rollouts.owners[row] == slot)
+                assert own[0] % tile == 0 and segments.starts[row, own[0]] % tile == 0
+                np.testing.assert_array_equal(segments.positions[row, own], 12 + np.arange(len(own)))
+                gap = segments.gap_starts[row, own], segments.gap_ends[row, own]
+                assert (gap[0] == segments.starts[row, own[0]] + 12).all() and (gap[1] == own[0]).all()

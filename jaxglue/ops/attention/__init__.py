@@ -1,7 +1,7 @@
 """Causal attention inside the segments of packed rows."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops.attention.padded import PaddedValues
-from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.attention.reference import reference_attention, tiled_attention
 from jaxglue.ops.attention.rotation import Rotation, rotated_flash_attention, rotated_heads
 from jaxglue.ops.attention.tiles import kernel_tiles, largest_head_dim
 from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
@@ -79,6 +79,8 @@ class AttentionCall:
     later keys (`PackedSegments.own_keys`, `PackedSegments.bidirectional`)."""
     sinks: bool = False
     """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
+    exact: bool = False
+    """Sums over keys have one order (`packed_attention`)."""
 
     @property
     def narrow_values(self) -> bool:
@@ -144,12 +146,15 @@ def _check_triton(capability: Capability | None, call: AttentionCall) -> None:
     check_triton(capability, call.dtype)
     assert capability is not None
     _check_head_dim(call, largest_head_dim(capability), _NARROWEST)
+    if call.exact and (call.window is not None or call.narrow_values):
+        raise NotImplementedError("windows begin within tiles, or keys are wider than values")
 
 
 def _load_triton(capability: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    tiles = kernel_tiles(capability, call.head_dim, value_dim=call.value_dim, window=call.window, long=call.long)
+    long = call.long and not call.exact
+    tiles = kernel_tiles(capability, call.head_dim, value_dim=call.value_dim, window=call.window, long=long)
     return TritonAttention.of(capability, tiles=tiles)
 
 
@@ -186,7 +191,7 @@ ATTENTION = Operation(
             check=_check_triton,
             load=_load_triton,
             advantage="skips tiles outside of segments and windows",
-            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "sinks")},
+            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "sinks", "exact")},
         ),
     },
     order=_order,
@@ -202,6 +207,7 @@ def packed_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    exact: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "B T N values"]:
     """Compute attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
@@ -220,13 +226,18 @@ def packed_attention(
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
         softcap: c of scores c·tanh(score / c) (Gemma 2); None for none.
+        exact: sum over keys in the order of `paged_attention` with `forks`, whose bits a query then has: in tiles of
+            `key_tile` keys, at whose multiples all parts of the segments begin (`pack_forks`).
         backend: one of `jaxglue.ops.choices.Attention`; see `ATTENTION.choose`.
 
     Raises:
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
     _check(q, k, v, segments, window, sinks)
-    kernels = ATTENTION.load(_call(q, k, v, segments, window, softcap, sinks), backend=backend)
+    call = replace(_call(q, k, v, segments, window, softcap, sinks), exact=exact)
+    kernels = ATTENTION.load(call, backend=backend)
+    if kernels is None and exact:
+        return checkpoint_name(tiled_attention(q, k, v, segments, sinks=sinks, softcap=softcap), ATTENTION_OUT)
     segments, window = as_kernels_read(segments, window)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 

@@ -268,6 +268,30 @@ def capped(products, spec: tl.constexpr):
 
 
 @triton.jit
+def weigh(scores, peak, total, spec: tl.constexpr):
+    """Return (weights, factor of the sums before, peak, total) of a tile of capped scores.
+
+    Whole peaks rescale by powers of two, exactly: no weight's rounding depends on where tiles begin.
+    """
+    new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1) * (spec.factor * LOG2_E)))
+    weights = tl.exp2(scores * (spec.factor * LOG2_E) - new_peak[:, None])
+    alpha = tl.exp2(peak - new_peak)
+    return weights, alpha, new_peak, total * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def begin_sums(sinks, heads, has_sinks: tl.constexpr, LINES: tl.constexpr):
+    """Return (peak, total) of lines before their first key; a sink is a key without a value, which begins the sum."""
+    peak = tl.full((LINES,), -float("inf"), tl.float32)
+    total = tl.full((LINES,), 0.0, tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+        peak = tl.ceil(sink)
+        total += tl.exp2(sink - peak)
+    return peak, total
+
+
+@triton.jit
 def last_tile(low, stop, BLOCK_N: tl.constexpr):
     """Return the first key of the last of the tiles from `low` to `stop`; `low` if there are none."""
     return low + tl.maximum(tl.cdiv(stop - low, BLOCK_N) - 1, 0) * BLOCK_N
@@ -293,12 +317,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     if spec.rest > 0:
         q_more = load_tile(q_rest, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, REST, spec)
 
-    peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
-    total = tl.full((spec.block_m,), 0.0, tl.float32)
-    if spec.has_sinks:  # a key without a value, which begins the sum
-        sink = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
-        peak = tl.ceil(sink)
-        total += tl.exp2(sink - peak)
+    peak, total = begin_sums(sinks, head + lane % spec.P, spec.has_sinks, spec.block_m)
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
     stop = last_own + 1
     if spec.forks:
@@ -333,17 +352,12 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
                 # The last tile before the jump reaches past its beginning: those keys come again, or nobody sees them.
                 visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
-        # Whole peaks rescale by powers of two, exactly: no weight's rounding depends on where tiles begin.
-        new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1) * (spec.factor * LOG2_E)))
-        weights = tl.exp2(scores * (spec.factor * LOG2_E) - new_peak[:, None])
-        alpha = tl.exp2(peak - new_peak)
-        total = total * alpha + tl.sum(weights, 1)
+        weights, alpha, peak, total = weigh(scores, peak, total, spec)
         if not spec.late:
             v_tile = load_tile(
                 v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
             )
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-        peak = new_peak
     if spec.late:
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:

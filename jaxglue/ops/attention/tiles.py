@@ -109,6 +109,15 @@ def kernel_tiles(
     return next(tiles for size, tiles in table.items() if head_dim <= size)
 
 
+def key_tile(head_dim: int) -> int:
+    """Return the keys in a tile of the forward pass over documents that are not long, on any device.
+
+    Where each part of a document begins at a multiple of it, a query's sums have one order: beginning by beginning, in
+    tiles of so many keys.
+    """
+    return kernel_tiles((9, 0), head_dim).forward.block_n
+
+
 def largest_head_dim(compute_capability: tuple[int, int]) -> int:
     """Return the largest head dim of which tiles fit the GPU."""
     return max(_table(compute_capability, False, False))

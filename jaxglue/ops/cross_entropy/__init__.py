@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
-from jaxglue.ops.cross_entropy.chunks import ChunkSpec
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, extend
 from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import ReferenceScaledCrossEntropy, fp8_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
@@ -33,6 +33,7 @@ __all__ = [
     "linear_scores",
     "log_sum_squares",
     "reference_cross_entropy",
+    "trained_log_probs",
 ]
 
 LOGITS_BYTES = 2**30
@@ -133,6 +134,7 @@ def linear_log_probs(
     columns: Float[Array, "V R"] | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
+    exact: bool = False,
     backend: str = "auto",
 ) -> Float[Array, " M"]:
     """Return each token's counted · log softmax(x·Wᵀ)[target], float32.
@@ -149,13 +151,36 @@ def linear_log_probs(
         columns: as of `linear_cross_entropy`.
         softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
         temperature: divides the logits, within their cap; kernels serve 1 alone.
+        exact: sum exponentials in one order, with or without gradients, that of `trained_log_probs`.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    spec = _spec(x, weight, chunk, backend, softcap=softcap, temperature=temperature, columns=columns)
+    spec = _spec(x, weight, chunk, backend, softcap=softcap, temperature=temperature, columns=columns, exact=exact)
     return chunked_log_probs(spec, x, weight, targets, counted, columns)
+
+
+def trained_log_probs(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    products: Float[Array, "M V"],
+    targets: Int[Array, " M"],
+    *,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Float[Array, " M"]:
+    """Return log-probabilities of targets at temperature 1 with the bits of `linear_log_probs` with `exact`, float32.
+
+    Args:
+        x, weight: hidden states of M tokens, after the final norm, and output projection.
+        products: x·Wᵀ in float32, with sums in the order of training's.
+        targets: the tokens.
+        softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
+        backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
+    """
+    spec, ones = _spec(x, weight, None, backend, softcap=softcap, exact=True), jnp.ones(len(targets), jnp.float32)
+    return -spec.losses_of(x, extend(weight, None, x.dtype), products, targets, ones)
 
 
 def linear_entropies(
@@ -255,6 +280,7 @@ def _spec(
     softcap: float | None = None,
     temperature: float = 1.0,
     columns: Array | None = None,
+    exact: bool = False,
 ) -> ChunkSpec:
     V = len(weight)
     call = CrossEntropyCall(dtype=x.dtype, vocab_size=V, softcap=softcap, temperature=temperature)
@@ -266,7 +292,8 @@ def _spec(
         return ChunkSpec(cross_entropy=scaled, vocab_size=V, chunk=chunk)
     wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
-        cross_entropy=kernels or ReferenceCrossEntropy(V, softcap, temperature),
+        cross_entropy=kernels or ReferenceCrossEntropy(V, softcap, temperature, exact),
+        exact=exact,
         vocab_size=V,
         chunk=chunk,
         softcap=softcap,

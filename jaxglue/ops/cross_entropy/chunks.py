@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.cross_entropy.reference import cap_logits
+from jaxglue.ops.projection.ordered import ordered_product
 
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 """(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`.
@@ -41,6 +42,8 @@ class ChunkSpec:
     """Bound of the logits, to which `cross_entropy` takes the gradient back."""
     temperature: float = 1.0
     """Divides them, and the gradient."""
+    exact: bool = False
+    """Sums have one order, with and without gradients."""
 
     def loss_and_input_gradient(
         self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
@@ -49,7 +52,7 @@ class ChunkSpec:
         if self.product_gradient is not None:
             losses, dx = self.product_gradient(x, w, targets, weights)
             return losses, dx.astype(x.dtype)
-        logits = times_transposed(x, w)
+        logits = self.multiply(x, w)
         if self.softmax_gradient is None:
             losses, dlogits = self.cross_entropy(logits, targets, weights, x.dtype)
             return losses, dlogits @ w
@@ -57,9 +60,22 @@ class ChunkSpec:
         products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
         return losses, (products * factors[:, None]).astype(x.dtype)
 
+    def losses_of(
+        self, x: Float[Array, "M D"], w: Float[Array, "V D"], logits: Float[Array, "M V"], targets, weights
+    ) -> Float[Array, " M"]:
+        """Return the losses of `loss_and_input_gradient`, whose logits are known, and without its gradient."""
+        if self.product_gradient is not None:
+            return self.product_gradient(x, w, targets, weights)[0]
+        of_logits = self.softmax_gradient or self.cross_entropy
+        return of_logits(logits, targets, weights, x.dtype)[0]
+
     def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
         """Return the logits x·wᵀ of losses, within their bound and over the temperature."""
-        return self.cap(times_transposed(x, w))
+        return self.cap(self.multiply(x, w))
+
+    def multiply(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
+        """Return x·wᵀ in float32."""
+        return ordered_product(x, w, jnp.float32) if self.exact else times_transposed(x, w)
 
     def cap(self, logits: Float[Array, "M rows"]) -> Float[Array, "M V"]:
         """Return a vocabulary's logits, the first ones, within their bound and over the temperature."""

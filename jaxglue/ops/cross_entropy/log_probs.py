@@ -31,7 +31,7 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, columns, *, x_needs_grad
 
     def step(_, inputs):
         x_chunk, target, count = inputs
-        if not x_needs_grad:
+        if not (x_needs_grad or spec.exact):
             return None, (-count * token_losses(spec.capped_logits(x_chunk, w), target)[0], None)
         losses, dx = spec.loss_and_input_gradient(x_chunk, w, target, count)
         return None, (-losses, -dx)

@@ -23,6 +23,7 @@ from jaxglue.ops.projection import (
     multiply,
     ranks_of,
     shared_down,
+    used_ranks,
 )
 from jaxglue.ops.projection.call import EXPANDED_WEIGHTS, check_unserved
 from jaxglue.ops.projection.few_rows import FewRowsCall, gate_few_rows, load_few_rows
@@ -61,7 +62,7 @@ def gated_mlp(
     if (kernels := load_few_rows(few_rows)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
-    if ranks_of(parts, conditions) is not None:
+    if ranks_of(parts, conditions) is not None and not StaticConditions.of(conditions).exact:
         return _apply_separately(x, parts, conditions, stream, activation)
     apply = GATED_MLP.load(GatedCall.of(parts, conditions, activation)) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
@@ -147,6 +148,7 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
     y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation)
+    low_rank = used_ranks(low_rank, conditions)
     (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))
 
@@ -184,7 +186,13 @@ GATED_MLP = Operation(
             _check_swiglu,
             _apply_lora_swiglu,
             "the activation forms the products of adapters where it reads the projections",
-            reads={**_READ, Projection: ("weight", "bias", "adapter", "trains_in_fp8"), **_ADAPTER, **EXPANDED_WEIGHTS},
+            reads={
+                **_READ,
+                StaticConditions: ("dropout", "fp8", "inference", "ranks", "exact"),
+                Projection: ("weight", "bias", "adapter", "trains_in_fp8"),
+                **_ADAPTER,
+                **EXPANDED_WEIGHTS,
+            },
         ),
     },
 )

@@ -1,6 +1,6 @@
 """Attention of one query for each sequence over a key/value cache in pages, and writes of new tokens to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_cap
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate, scale_queries, style_of
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
-from jaxglue.ops.paged_attention.reference import reference_paged_attention
+from jaxglue.ops.paged_attention.reference import reference_paged_attention, tiled_paged_attention
 from jaxglue.ops.rope import TABLES_READ, RopeConfig, RopeTables, Rotary
 
 if TYPE_CHECKING:
-    from jaxglue.ops.paged_attention.triton import TritonPagedAttention
+    from jaxglue.ops.paged_attention.triton import TritonPagedAttention, TritonTiledPages
 
 __all__ = [
     "APPEND",
@@ -48,6 +48,8 @@ class PagedCall:
     sinks: bool = False
     """Query heads have learned logits in the softmax's denominator."""
     softcap: float | None = None
+    forked: bool = False
+    """Sums over keys have one order, that of training's tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,9 +110,35 @@ _APPEND: Reads = {
     **TABLES_READ,
 }
 
+
+def _check_tiles(capability: Capability | None, call: PagedCall) -> None:
+    _check(capability, call)
+    if not call.forked:
+        raise NotImplementedError("no order of sums is asked for")
+    if call.window is not None or call.cache.key_scales is not None:
+        raise NotImplementedError("windows begin within tiles, or keys are in float8")
+
+
+def _load_tiles(capability: Capability, call: PagedCall) -> "TritonTiledPages":
+    from jaxglue.ops.paged_attention.triton import TritonTiledPages
+
+    return TritonTiledPages.of(capability)
+
+
 PAGED_ATTENTION = Operation(
     name="paged attention",
-    backends={"triton": Backend(check=_check, load=_load, advantage="reads visible pages only", reads=_ATTEND)},
+    backends={
+        "triton": Backend(check=_check, load=_load, advantage="reads visible pages only", reads=_ATTEND),
+        "tiles": Backend(
+            check=_check_tiles,
+            load=_load_tiles,
+            advantage="sums over keys have the order of training's tiles",
+            reads={
+                PagedCall: ("dtype", "cache", "window", "sinks", "softcap", "forked"),
+                KVPages: ("keys", "values", "key_scales", "value_scales"),
+            },
+        ),
+    },
 )
 """Backends of `paged_attention`."""
 APPEND = Operation(
@@ -254,6 +282,7 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    forks: Int[Array, " S"] | None = None,
     backend: str = "auto",
 ) -> Float[Array, "S N H"]:
     """Compute attention of each sequence's last token over its cache, with scores over √H.
@@ -266,6 +295,9 @@ def paged_attention(
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
         softcap: c of scores c·tanh(score / c) (Gemma 2); None for none.
+        forks: tokens of each sequence's beginning. Sums over keys then have the order of training, whose rows hold
+            beginnings once: in tiles of `key_tile` keys from the first token, and again from the one at the fork, so
+            that a query has the bits of `packed_attention` with `exact`. There are no windows.
         backend: one of `PAGED_ATTENTION.names`.
 
     Raises:
@@ -276,7 +308,13 @@ def paged_attention(
     if tables.shape[:1] != (S,) or positions.shape != (S,):
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
     call = PagedCall(dtype=q.dtype, cache=cache, window=window, sinks=sinks is not None, softcap=softcap)
-    kernels = PAGED_ATTENTION.load(call, backend=backend)
+    call = replace(call, forked=forks is not None)
+    kernels: Any = PAGED_ATTENTION.load(call, backend=backend)
+    if forks is not None:
+        if window is not None:
+            raise ValueError(f"windows have no order of sums with forks, got window={window}")
+        in_tiles = tiled_paged_attention if kernels is None else kernels.attend
+        return in_tiles(q, cache, tables, positions, forks, sinks=sinks, softcap=softcap)
     attend = reference_paged_attention if kernels is None else kernels.attend
     return attend(q, cache, tables, positions, window=window, sinks=sinks, softcap=softcap)
 

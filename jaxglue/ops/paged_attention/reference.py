@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops.attention.reference import TileSums
+from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.paged_attention.pages import KVPages
+from jaxglue.ops.projection.ordered import FEWEST_ROWS
 
 
 def reference_paged_attention(
@@ -38,3 +41,39 @@ def reference_paged_attention(
     values = jnp.where(visible.reshape(S, -1, 1, page, 1), values, 0)  # 0 · NaN of a page's last owner is NaN
     out = jnp.einsum("skgpc,spkch->skgh", weights, values, preferred_element_type=jnp.float32)
     return out.reshape(S, N, H).astype(q.dtype)
+
+
+def tiled_paged_attention(
+    q: Float[Array, "S N H"],
+    cache: KVPages,
+    tables: Int[Array, "S P"],
+    positions: Int[Array, " S"],
+    forks: Int[Array, " S"],
+    *,
+    sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "S N H"]:
+    """See `paged_attention` with `forks`."""
+    (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
+    G, A = N // K, key_tile(H)
+    R = max(G, FEWEST_ROWS)  # XLA multiplies a single row by another function
+    rows = jnp.pad(q.reshape(S, K, G, H), ((0, 0), (0, 0), (0, R - G), (0, 0)))
+    before = -(-forks // A)
+    tiles = -(-tables.shape[1] * page // A) + 1
+
+    def step(sums: TileSums, tile):
+        own = tile >= before
+        first = jnp.where(own, forks + (tile - before) * A, tile * A)
+        token = first[:, None] + jnp.arange(A)
+        visible = (token <= positions[:, None]) & (own[:, None] | (token < forks[:, None]))
+        at = jnp.where(visible, token, 0)
+        pages = jnp.take_along_axis(tables, at // page, axis=1)
+        k, v = (
+            jnp.where(visible[..., None, None], pool[pages, :, at % page], 0).astype(q.dtype).transpose(0, 2, 1, 3)
+            for pool in (cache.keys, cache.values)
+        )
+        return sums.add(rows, k, v, jnp.broadcast_to(visible[:, None, None], (S, K, R, A)), softcap), None
+
+    of_heads = None if sinks is None else jnp.pad(sinks.reshape(1, K, G), ((0, 0), (0, 0), (0, R - G)))
+    sums, _ = jax.lax.scan(step, TileSums.begin((S, K, R), H, of_heads), jnp.arange(tiles))
+    return sums.result[:, :, :G].reshape(S, N, H).astype(q.dtype)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops.attention.kernels import AttentionKernelSpec
+from jaxglue.ops.attention.tiles import AttentionTiles, kernel_tiles
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms
-from jaxglue.ops.paged_attention import kernels, latent_kernels
+from jaxglue.ops.paged_attention import kernels, latent_kernels, tiled_kernels
 from jaxglue.ops.paged_attention.latent import LatentPages
 from jaxglue.ops.paged_attention.pages import KVPages
 
@@ -187,6 +189,42 @@ class TritonPagedAttention(Launcher):
         self._launch(kernels.append_kernel, arrays, (), (T, K), constants, 1, cost=cost)
         q, k = map(jax.freeze, outs)
         return q, k, _frozen(written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonTiledPages(Launcher):
+    """`paged_attention` with `forks` by our own kernel, in the tiles of training's."""
+
+    tiles: AttentionTiles | None = None
+    """Tiles; None takes those of `kernel_tiles`, whose keys are `key_tile`."""
+
+    def attend(self, q, cache: KVPages, tables, positions, forks, *, sinks, softcap: float | None):
+        """See `paged_attention`."""
+        (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
+        tiles = self.tiles or kernel_tiles((self.compute_capability // 10, self.compute_capability % 10), H).forward
+        spec = AttentionKernelSpec(
+            T=1,
+            S=tables.shape[1] * page,
+            K=K,
+            V=K,
+            G=N // K,
+            P=N // K,
+            H=H,
+            values=H,
+            width=triton.next_power_of_2(H),
+            scale=H**-0.5,
+            window=0,
+            forks=True,
+            softcap=softcap,
+            has_sinks=sinks is not None,
+            block_m=tiles.block_m,
+            block_n=tiles.block_n,
+        )
+        arrays = q, cache.keys, cache.values, tables, positions, forks, q if sinks is None else sinks
+        constants = {"TABLE": tables.shape[1], "PAGE": page, "spec": spec}
+        compiled, cost = (tiles.num_warps, tiles.num_stages), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        out = (shape_dtype_of(q),)
+        return self._launch(tiled_kernels.tiled_kernel, arrays, out, (S * K,), constants, *compiled, cost=cost)[0]
 
 
 def _written(cache: KVPages) -> dict[str, jax.Ref | None]:

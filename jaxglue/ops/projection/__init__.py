@@ -32,6 +32,7 @@ from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, shrink
+from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
@@ -56,6 +57,7 @@ __all__ = [
     "projections_read_fp8",
     "ranks_of",
     "shared_down",
+    "used_ranks",
 ]
 
 
@@ -76,8 +78,8 @@ def adapted_projection(
     """
     if (kernels := load_few_rows(FewRowsCall.of(x, projections, conditions))) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
-    if (ranks := ranks_of(projections, conditions)) is not None:
-        return _apply_by_ranks(x, projections, conditions, stream, ranks)
+    if ranks_of(projections, conditions) is not None and not StaticConditions.of(conditions).exact:
+        return _apply_by_ranks(x, projections, conditions, stream)
     if any(projection.is_served for projection in projections):
         return _apply_served(x, projections, conditions, stream)
     call = ProjectionCall.of(projections, conditions, onto_stream=stream is not None)
@@ -172,14 +174,13 @@ def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, 
     return products if stream is None else [stream + reduce_from(products[0])]
 
 
-def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ranks) -> list[Array]:
+def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     """Apply the weights alone, and add the products of each token's own ranks; there are no gradients."""
     assert not isinstance(x, FP8Rows)
     products = adapted_projection(x, [replace(projection, adapter=None) for projection in projections], conditions)
     adapters = {index: p.adapter for index, p in enumerate(projections) if p.adapter is not None}
     low_rank = shrink(x, jnp.concatenate([adapter.A for adapter in adapters.values()]))
-    low_rank = low_rank.reshape(*x.shape[:-1], len(adapters), -1)
-    low_rank = jnp.where(ranks[:, None], low_rank, 0)
+    low_rank = used_ranks(low_rank, conditions, len(adapters)).reshape(*x.shape[:-1], len(adapters), -1)
     for row, (index, adapter) in enumerate(adapters.items()):
         expanded = project(low_rank[..., row, :], adapter.up, jnp.float32)
         products[index] = (products[index] + expanded).astype(x.dtype)
@@ -188,16 +189,43 @@ def _apply_by_ranks(x, projections: Sequence[Projection], conditions, stream, ra
 
 def base_products(x, projections: Sequence[Projection], conditions: Conditions) -> tuple[list[Array], Array | None]:
     """Return the products with the weights alone, and the input at the ranks of all adapters, None without any."""
+    if StaticConditions.of(conditions).in_one_order:
+        return _products_in_one_order(x, projections, conditions)
     in_fp8 = conditions.fp8 and all(projection.is_for_fp8 for projection in projections)
     groups = [projections] if in_fp8 else [[projection] for projection in projections]  # FP8 weights quantize x once
     x, *copies = fan_out(x, 1 + len(groups))
     products = [y for group, copy in zip(groups, copies, strict=True) for y in multiply(copy, group, conditions)]
-    return products, _shrink(x, [p.adapter for p in projections if p.adapter is not None], conditions)
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    low_rank = _shrink(x, adapters, conditions)
+    return products, None if low_rank is None else used_ranks(low_rank, conditions, len(adapters))
+
+
+def _products_in_one_order(x, projections: Sequence[Projection], conditions) -> tuple[list[Array], Array | None]:
+    """Do as `base_products` in one launch, with adapters' first matrices as one more weight."""
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    weights = [projection.weight for projection in projections]
+    if not adapters:
+        return ordered_products(x, weights), None
+    *products, low_rank = ordered_products(x, [*weights, shared_down(projections)])
+    return products, used_ranks(low_rank, conditions, len(adapters))
+
+
+def used_ranks(low_rank: Float[Array, "*B ranks"], conditions: Conditions, adapters: int = 1) -> Array:
+    """Return the input at the ranks of so many adapters, with zeros for those that a token does not use."""
+    if (ranks := getattr(conditions, "ranks", None)) is None:
+        return low_rank
+    of_each = low_rank.reshape(*low_rank.shape[:-1], adapters, -1)
+    return jnp.where(ranks[:, None], of_each, 0).reshape(low_rank.shape)
 
 
 def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], conditions: Conditions) -> list[Array]:
     """Compute x·Wᵀ of weights for FP8 together, or of a single one in another format."""
     weights = [projection.weight for projection in projections]
+    static = StaticConditions.of(conditions)
+    if static.in_one_order:
+        return ordered_products(x, weights)
+    if static.exact:
+        return [ordered_product(x, weight.astype(x.dtype)) for weight in weights]
     if conditions.fp8 and projections[0].is_for_fp8:
         return project_fp8(x, weights)
     return [project_quantized(x, weight) if is_quantized(weight) else project(x, weight) for weight in weights]
@@ -230,7 +258,8 @@ def _shrink(x, adapters: Sequence[LowRankAdapter], conditions: Conditions) -> Fl
     if not adapters:
         return None
     if conditions.dropout_key is None or not any(adapter.dropout for adapter in adapters):
-        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]))
+        exact = StaticConditions.of(conditions).exact
+        low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]), exact)
     else:
         parts = [lora_shrink(adapter.drop(x, conditions.dropout_key), adapter.A) for adapter in adapters]
         low_rank = jnp.concatenate(parts, axis=-1)

@@ -98,6 +98,7 @@ class Conditions(Protocol):
 
     # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
     # `ranks` [tokens or 1, R], if there are some, says which of the adapters' R ranks each token uses.
+    # `exact`, if there is one and it is true, says that no number of rows may change the bits of one.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,13 @@ class StaticConditions:
     """No gradients are taken."""
     ranks: bool = False
     """Each token uses some of the adapters' ranks."""
+    exact: bool = False
+    """A row's bits are those of training, among however many rows it is."""
+
+    @property
+    def in_one_order(self) -> bool:
+        """Return whether products of few rows sum as training's of many."""
+        return self.exact and self.inference
 
     @classmethod
     def of(cls, conditions: "Conditions | StaticConditions") -> "StaticConditions":
@@ -123,6 +131,7 @@ class StaticConditions:
             fp8=conditions.fp8,
             inference=getattr(conditions, "inference", False),
             ranks=getattr(conditions, "ranks", None) is not None,
+            exact=getattr(conditions, "exact", False),
         )
 
 

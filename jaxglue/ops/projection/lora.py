@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
+from jaxglue.ops.projection.ordered import ordered_product
 from jaxglue.ops.quant.fp8 import Quantizer, ScaledProduct, encode_rows
 
 
@@ -104,10 +105,16 @@ def _implementation(low_rank, matrices, backend: str = "auto") -> LoraBackend:
     return LORA.load(LoraCall(dtype=low_rank.dtype, rank=rank), backend=backend) or ReferenceLora()
 
 
-@jax.custom_vjp
-def lora_shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
-    """Compute x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is never rounded to x's dtype."""
-    return shrink(x, matrix)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lora_shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"], exact: bool = False) -> Float[Array, "*B R"]:
+    """Compute x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is never rounded to x's dtype.
+
+    Args:
+        x: the adapter's input.
+        matrix: its first matrix.
+        exact: sum in the order of `ordered_products`.
+    """
+    return ordered_product(x, matrix.astype(x.dtype)) if exact else shrink(x, matrix)
 
 
 def shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
@@ -121,12 +128,12 @@ def shrink_gradient(x: Float[Array, "*B in"], dy: Float[Array, "*B R"]) -> Float
     return jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _shrink_forward(x, matrix):
+def _shrink_forward(x, matrix, exact):
     matrix = matrix.astype(x.dtype)
-    return shrink(x, matrix), (x, matrix)
+    return lora_shrink(x, matrix, exact), (x, matrix)
 
 
-def _shrink_backward(residuals, dy):
+def _shrink_backward(exact, residuals, dy):
     x, matrix = residuals
     return dy @ matrix, shrink_gradient(x, dy)
 

@@ -1,0 +1,55 @@
+"""Triton kernel of attention over pages in the order of training's tiles, whose bits it has.
+
+It is `attention.kernels.forward_kernel` of one token: the same tiles of keys, products, peaks and sums, by the same
+functions. Its lines beyond a group's heads are empty, which costs tensor cores that would else wait for memory.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxglue.ops.attention.kernels import MASKED, begin_sums, capped, weigh
+
+
+@triton.jit
+def _load_tokens(pool, rows, inside, H: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the heads [tokens, WIDTH] in these rows of a pool [pages · K · PAGE, H]; zeros for tokens not inside."""
+    column = tl.arange(0, WIDTH)
+    mask = inside[:, None]
+    if WIDTH > H:
+        mask = mask & (column < H)[None, :]
+    return tl.load(pool + rows[:, None] * H + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def tiled_kernel(
+    q, keys, values, tables, positions, forks, sinks, out,
+    TABLE: tl.constexpr, PAGE: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Attend the G query heads of a slot's key/value head; grid (S · K).
+
+    q and out are [S, K, G, H], keys and values [pages, K, PAGE, H], tables [S, TABLE]. Tiles begin at multiples of
+    block_n tokens, and of those from `forks` [S] on.
+    """
+    slot, head = tl.program_id(0) // spec.K, tl.program_id(0) % spec.K
+    lane, slots, column = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n), tl.arange(0, spec.width)
+    end, fork = tl.load(positions + slot) + 1, tl.load(forks + slot)
+    heads = (tl.program_id(0).to(tl.int64) * spec.G + lane[:, None]) * spec.H + column[None, :]
+    mask = (lane < spec.G)[:, None] & (column < spec.H)[None, :]
+    q_tile = tl.load(q + heads, mask=mask, other=0.0)
+    peak, total = begin_sums(sinks, head * spec.G + lane % spec.G, spec.has_sinks, spec.block_m)
+    acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
+    shared = tl.minimum(fork, end)  # tokens before the fork that are there
+    before = tl.cdiv(shared, spec.block_n)
+    for tile in range(0, before + tl.cdiv(end - shared, spec.block_n)):
+        own = tile >= before
+        tokens = tl.where(own, shared + (tile - before) * spec.block_n, tile * spec.block_n) + slots
+        inside = tokens < tl.where(own, end, shared)
+        page = tl.load(tables + slot * TABLE + tokens // PAGE, mask=inside, other=0)
+        rows = (page.to(tl.int64) * spec.K + head) * PAGE + tokens % PAGE
+        k_tile = _load_tokens(keys, rows, inside, spec.H, spec.width)
+        scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
+        scores = tl.where(inside[None, :], scores, MASKED)
+        weights, alpha, peak, total = weigh(scores, peak, total, spec)
+        v_tile = _load_tokens(values, rows, inside, spec.H, spec.width)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+    tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

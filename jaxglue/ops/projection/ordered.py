@@ -1,0 +1,129 @@
+"""Products whose sums run in one order: a row has the same bits among few rows as among many.
+
+So does a sampler that multiplies some rows have a trainer's bits, which multiplies thousands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import batched
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
+
+if TYPE_CHECKING:
+    from jaxglue.ops.projection.ordered_triton import TritonOrdered
+
+FEWEST_ROWS = 2
+"""Rows from which XLA's products on a CPU sum in one order: a single one is another function's."""
+_WEIGHTS = 4
+"""Weights of a launch."""
+_MANY_ROWS, _WIDE = 16_384, 1024
+"""Rows of x and of a weight from which cuBLAS' products were seen to have this order (`exact_sampler.json`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderedCall:
+    """Meaning of products in one order."""
+
+    dtype: jnp.dtype
+    """Dtype of the operands."""
+
+
+def _check(capability: Capability | None, call: OrderedCall) -> None:
+    check_triton(capability, call.dtype)
+    check_hopper(capability)
+    check_one_device()
+
+
+def _load(capability: Capability, call: OrderedCall) -> "TritonOrdered":
+    from jaxglue.ops.projection.ordered_triton import TritonOrdered
+
+    return TritonOrdered.of(capability)
+
+
+ORDERED = Operation(
+    name="product in one order",
+    backends={
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="sums take 16 columns after another, as cuBLAS' of many rows do",
+            reads={OrderedCall: ("dtype",)},
+        )
+    },
+)
+"""Backends of `ordered_products`; the reference has one order on a CPU alone."""
+
+
+def ordered_products(
+    x: Float[Array, "*B in"], weights: Sequence[Float[Array, "out in"]], dtype=None, *, backend: str = "auto"
+) -> list[Float[Array, "*B out"]]:
+    """Compute x·Wᵀ of each weight in `dtype` (default: x's), with sums in float32 that no number of rows changes.
+
+    There are no gradients.
+
+    Args:
+        x: the input of all.
+        weights: matrices, rounded to x's dtype.
+        dtype: of the products.
+        backend: `auto`, `reference` or `triton`; see `ORDERED.choose`.
+
+    Raises:
+        ValueError: a weight that does not fit, or a named backend that cannot serve.
+    """
+    if wrong := [weight.shape for weight in weights if weight.ndim != 2 or weight.shape[1] != x.shape[-1]]:
+        raise ValueError(f"weights must be [out, {x.shape[-1]}] to fit x, got {wrong[0]}")
+    rows, dtype = x.reshape(-1, x.shape[-1]), dtype or x.dtype
+    matrices = [weight.astype(x.dtype) for weight in weights]
+    kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
+    if kernels is None:
+        products = [_multiply(rows, matrix, dtype) for matrix in matrices]
+    else:
+        launches = (kernels.multiply(rows, several, dtype) for several in batched(matrices, _WEIGHTS))
+        products = [product for launch in launches for product in launch]
+    return [product.reshape(*x.shape[:-1], -1) for product in products]
+
+
+def _multiply(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "M out"]:
+    padded = jnp.pad(x, ((0, max(FEWEST_ROWS - len(x), 0)), (0, 0)))
+    product = jax.lax.dot_general(padded, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return product[: len(x)]
+
+
+def ordered_product(
+    x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None, *, backend: str = "auto"
+) -> Float[Array, "*B out"]:
+    """Compute `ordered_products` of one weight, in x's dtype, with gradients.
+
+    Many rows are left to cuBLAS, which sums them in this order. Other arguments and errors are those of
+    `ordered_products`.
+    """
+    if x.size // x.shape[-1] >= _MANY_ROWS and len(weight) >= _WIDE and backend == "auto":
+        backend = "reference"
+    kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
+    if kernels is None:
+        contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+        product = jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype or x.dtype)
+        # Else cuBLAS would add what is added to it before it rounds the product.
+        return jax.lax.optimization_barrier(product)
+    return _differentiable(dtype or x.dtype, x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(dtype, x, weight):
+    return ordered_products(x, [weight], dtype)[0]
+
+
+def _backward(dtype, residuals, dy):
+    x, weight = residuals
+    tokens = tuple(range(x.ndim - 1))
+    dy = dy.astype(x.dtype)
+    return dy @ weight, jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())))
+
+
+_differentiable.defvjp(lambda dtype, x, weight: (_differentiable(dtype, x, weight), (x, weight)), _backward)

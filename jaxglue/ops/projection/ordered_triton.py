@@ -1,0 +1,80 @@
+"""Launches of the kernel of products in one order, and its tiles."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import triton
+from jaxtyping import Array, Float
+
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
+from jaxglue.ops.launch import Launcher
+from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
+from jaxglue.ops.projection.ordered_kernels import ordered_kernel
+
+MOST_WEIGHTS = 4
+"""Weights of a launch."""
+_GROUP = 8
+"""Blocks of rows that programs of the same weights share in the L2 cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderedTiles:
+    """Rows of x and of a weight in a program, columns in a step, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS = OrderedTiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+"""Tiles of at most 64 rows, as measured (`benchmarks/exact_sampler.py`)."""
+MANY_ROWS = OrderedTiles(block_m=256, block_n=128, block_k=64, num_warps=8, num_stages=4)
+"""Tiles of so many rows that they fill the GPU, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonOrdered(Launcher):
+    """`ordered_products` by our own kernel."""
+
+    tiles: OrderedTiles | None = None
+    """Tiles; None takes `tiles_of`."""
+
+    def multiply(
+        self, x: Float[Array, "M K"], weights: tuple[Float[Array, "N K"], ...], dtype
+    ) -> list[Float[Array, "M N"]]:
+        """Return x·Wᵀ of each weight in `dtype`."""
+        (M, K), sizes = x.shape, [len(weight) for weight in weights]
+        tiles = self.tiles or tiles_of(M, sizes)
+        tiles = replace(
+            tiles,
+            block_m=min(tiles.block_m, max(16, triton.next_power_of_2(M))),
+            block_k=min(tiles.block_k, max(16, triton.next_power_of_2(K))),
+        )
+        outs = tuple(jax.new_ref(jax.lax.empty((M, size), dtype)) for size in sizes)
+        constants = {f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(MOST_WEIGHTS)}
+        constants |= {"M": M, "K": K, "COUNT": len(sizes), "GROUP": _GROUP}
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+        grid = (programs_of(M, sizes, tiles),)
+        moved = (M + sum(sizes)) * K * x.dtype.itemsize + M * sum(sizes) * jnp.dtype(dtype).itemsize
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
+        launched = tiles.num_warps, tiles.num_stages
+        self._launch(ordered_kernel, (x, weights, outs), (), grid, constants, *launched, cost=cost)
+        return [jax.freeze(out) for out in outs]
+
+
+def programs_of(rows: int, sizes: list[int], tiles: OrderedTiles) -> int:
+    """Return the programs of products of so many rows with weights of these sizes."""
+    return triton.cdiv(rows, tiles.block_m) * sum(triton.cdiv(size, tiles.block_n) for size in sizes)
+
+
+def tiles_of(rows: int, sizes: list[int]) -> OrderedTiles:
+    """Return tiles that fill the GPU, which change no sum.
+
+    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle.
+    """
+    if rows <= FEW_ROWS.block_m:
+        return FEW_ROWS
+    return MANY_ROWS if programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS else FEW_ROWS

@@ -1,0 +1,165 @@
+"""Exact sampling on a CPU: log-probabilities of answers are training's to the bit, whatever is decoded together."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from selection import repeat
+
+from jaxglue.engine.compiler import rounding_as_written
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import PRESETS
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.engine import Engine
+from jaxglue.generation.exact import obstacle
+from jaxglue.generation.scheduler import Request
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import split_model
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.ops.attention.tiles import key_tile
+from jaxglue.ops.backend import tracing_for
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups, unpack
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+"""Sizes at which sampling that is near changes log-probabilities."""
+PROMPTS = [[5, 3, 60, 17, 17, 2, 90, 41], [int(t) for t in np.random.default_rng(0).integers(0, 97, 70)], [7]]
+
+
+def adapted(model, rank=2):
+    add_lora(model, LoraConfig(rank=rank, alpha=8), rngs=nnx.Rngs(1))
+    parts = nnx.split(model, nnx.LoRAParam, ...)
+    noisy = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(2), x.shape, x.dtype), parts[1])
+    nnx.update(model, noisy)
+    return model
+
+
+def sample(engine, trees, prompts, count, tokens, **options):
+    """Return the answers of each prompt as training reads them."""
+    sampling = SamplingConfig(max_tokens=tokens, temperature=1.0, top_p=1.0, seed=3)
+    requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(prompts)]
+    answers = [[None] * count for _ in prompts]
+    for done in engine.generate(*trees, requests, (1, 2), **options):
+        trained = TrainedAnswer(tokens=done.tokens, log_probs=done.log_probs, counted=np.ones(len(done.tokens), bool))
+        answers[done.number][done.answer] = trained
+    return [Group(prompt, group) for prompt, group in zip(prompts, answers, strict=True)]
+
+
+def trained_log_probs(graphdefs, config, trees, groups, dtype, tile, *, exact=True):
+    """Return the log-probabilities of training of each answer's tokens."""
+    objective = ObjectiveConfig(objective="grpo").make()
+    packed = pack_groups(groups, seq_len=512, batch_size=1, slots=16, tile=tile)
+    with rounding_as_written():
+        executor = Executor(graphdefs, config, policy=PRESETS["full"], dtype=dtype, objective=objective, exact=exact)
+    return unpack(packed, [np.asarray(executor.log_probs(*trees, batch)) for batch, _ in packed])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "lora"),
+    [("qwen3", jnp.bfloat16, True), repeat("llama", jnp.bfloat16, False), repeat("qwen2", jnp.bfloat16, True)],
+)
+def test_log_probabilities_are_those_of_training_to_the_bit(tiny_model, model_type, dtype, lora):
+    model = tiny_model(model_type, dtype=dtype, **SIZES)
+    model = adapted(model) if lora else model
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    assert obstacle(model.config, dtype) is None
+    tile = key_tile(model.config.layer_kinds[0].head_dim)
+    engine = Engine(graphdefs, model.config, dtype=dtype, exact=True)
+    groups = sample(engine, trees, PROMPTS, 3, 40)
+    trained = trained_log_probs(graphdefs, model.config, trees, groups, dtype, tile)
+    sampled = [answer.log_probs for group in groups for answer in group.answers]
+    for own, other in zip(sampled, trained, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_sampling_that_is_near_has_other_bits(tiny_model):
+    """So the comparison tells them apart; what each order of sums changes is in the tests of operations."""
+    model = adapted(tiny_model("qwen3", dtype=jnp.bfloat16, **SIZES))
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    groups = sample(Engine(graphdefs, model.config, as_written=True), trees, PROMPTS[1:2], 3, 40)
+    trained = trained_log_probs(graphdefs, model.config, trees, groups, jnp.bfloat16, key_tile(32))
+    own = [answer.log_probs for group in groups for answer in group.answers]
+    assert any((one != other).any() for one, other in zip(own, trained, strict=True))
+
+
+def test_exact_training_is_training(tiny_model):
+    model = adapted(tiny_model("qwen3", **SIZES))
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    groups = sample(Engine(graphdefs, model.config, dtype=jnp.float32), trees, PROMPTS, 2, 40)
+    tiles = (key_tile(32), True), (1, False)
+    exact, plain = (
+        trained_log_probs(graphdefs, model.config, trees, groups, jnp.float32, tile, exact=exact)
+        for tile, exact in tiles
+    )
+    for own, other in zip(exact, plain, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4)
+
+
+def answers_of(groups):
+    return [(answer.tokens.tolist(), answer.log_probs.tolist()) for group in groups for answer in group.answers]
+
+
+def test_an_answer_has_the_same_bits_in_any_company(tiny_model):
+    model = adapted(tiny_model("qwen3", dtype=jnp.bfloat16, **SIZES))
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    engine = Engine(graphdefs, model.config, exact=True)
+    together = answers_of(sample(engine, trees, PROMPTS, 2, 12))
+    assert answers_of(sample(engine, trees, PROMPTS, 2, 12, slots=1)) == together  # after pages of others
+    plan = engine.plan([Request(prompt, SamplingConfig(max_tokens=12), n=2) for prompt in PROMPTS], slots=3)
+    assert answers_of(sample(engine, trees, PROMPTS, 2, 12, plan=plan, whole=True)) == together
+
+
+def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model):
+    """Their tokens are then computed again as a part of a row, where others were decoded one by one."""
+    model = adapted(tiny_model("llama", dtype=jnp.bfloat16, **SIZES))
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    engine = Engine(graphdefs, model.config, exact=True)
+    prompts = [PROMPTS[0], [9, 8, 7]]
+    requests = [Request(prompt, SamplingConfig(max_tokens=150), n=2) for prompt in prompts]
+    roomy = engine.plan(requests, slots=4)
+    narrow = replace(roomy, pages=max(roomy.pages // 2, roomy.table))
+    calm, pressed = (answers_of(sample(engine, trees, prompts, 2, 150, plan=plan)) for plan in (roomy, narrow))
+    assert calm == pressed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            "experts",
+        ),
+        ({"model_type": "mistral", "sliding_window": 5}, "windows"),
+    ],
+)
+def test_models_whose_sums_have_other_orders_are_refused(tiny_model, changes, reason):
+    model_type = changes.pop("model_type")
+    assert reason in (obstacle(tiny_model(model_type, **changes).config, jnp.bfloat16) or "")
+
+
+def test_gpus_without_kernels_in_one_order_are_refused(tiny_model):
+    config = tiny_model("llama").config
+    with tracing_for((8, 0)):
+        assert "compute capability" in (obstacle(config, jnp.bfloat16) or "")
+    assert "16 bits" in (obstacle(config, jnp.float32) or "")
+    with tracing_for((9, 0)):
+        assert "head dim" in (obstacle(config, jnp.bfloat16) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("slots", [1, 5, 9])
+def test_log_probabilities_are_those_of_training_to_the_bit_on_a_gpu(tiny_model, lora, slots):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    model = tiny_model("qwen3", dtype=jnp.bfloat16, **sizes)
+    model = adapted(model, rank=16) if lora else model
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    engine = Engine(graphdefs, model.config, exact=True)
+    groups = sample(engine, trees, PROMPTS, 3, 40, slots=slots)
+    trained = trained_log_probs(graphdefs, model.config, trees, groups, jnp.bfloat16, key_tile(128))
+    sampled = [answer.log_probs for group in groups for answer in group.answers]
+    for own, other in zip(sampled, trained, strict=True):
+        np.testing.assert_array_equal(own, other)

@@ -1,0 +1,182 @@
+"""Products in one order: the interpreted kernel has the bits of sums of 16 columns after another, in any tiles."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.engine.compiler import STEP_OPTIONS
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
+from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection, project
+from jaxglue.ops.projection.ordered import ORDERED, ordered_product, ordered_products
+
+STEP = 16
+
+
+class Exact(NamedTuple):
+    """Conditions of exact decoding."""
+
+    ranks: jax.Array | None = None
+    dropout_key: jax.Array | None = None
+    fp8: bool = False
+    inference: bool = True
+    exact: bool = True
+
+
+class Training(NamedTuple):
+    """Conditions of training with exact sampling."""
+
+    dropout_key: jax.Array | None = None
+    fp8: bool = False
+    exact: bool = True
+
+
+def numbers(seed, rows, K):
+    """Draw whole numbers times a power of two for each 16 columns: their sums are exact, and those of steps rounded."""
+    rng = np.random.default_rng(seed)
+    powers = np.exp2(np.random.default_rng(99).integers(-12, 12, -(-K // STEP)))
+    return (rng.integers(-8, 9, (rows, K)) * np.repeat(powers, STEP)[:K]).astype(np.float32)
+
+
+def whole(seed, rows, K):
+    return np.random.default_rng(seed).integers(-8, 9, (rows, K)).astype(np.float32)
+
+
+def in_steps(x, w, order=None):
+    """Return x·wᵀ as float32 sums of steps of 16 columns, one after another, or in another order."""
+    total = np.zeros((len(x), len(w)), np.float32)
+    steps = range(0, x.shape[1], STEP)
+    for step in steps if order is None else order(steps):
+        total += x[:, step : step + STEP] @ w[:, step : step + STEP].T
+    return total
+
+
+@pytest.fixture(scope="module")
+def kernels(interpreted):
+    from jaxglue.ops.projection.ordered_triton import OrderedTiles, TritonOrdered
+
+    def make(block_m, block_n, block_k=STEP):
+        tiles = OrderedTiles(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=1)
+        return interpreted(TritonOrdered)(compute_capability=90, tiles=tiles)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("M", "sizes", "K", "tiles"),
+    [
+        (1, (32,), 64, (16, 16)),
+        (37, (40, 16, 16, 6), 208, (16, 32)),
+        repeat(512, (48, 24), 80, (64, 16)),
+        repeat(200, (32, 32, 32), 72, (16, 16)),
+        repeat(64, (24,), 400, (64, 64)),
+    ],
+)
+def test_interpreted_kernel_has_the_bits_of_steps_in_order(M, sizes, K, tiles, kernels):
+    x, weights = numbers(1, M, K), [whole(2 + i, N, K) for i, N in enumerate(sizes)]
+    with ORDERED.using(kernels(*tiles)):
+        products = ordered_products(jnp.asarray(x), list(map(jnp.asarray, weights)))
+    for product, weight in zip(products, weights, strict=True):
+        np.testing.assert_array_equal(product, in_steps(x, weight))
+
+
+def test_gradients_are_those_of_the_plain_product(kernels):
+    x, weight = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(1, 5, 48), (24, 48)]))
+    dy = jax.random.normal(jax.random.key(2), (1, 5, 24))
+    want, pull = jax.vjp(project, x, weight)
+    with ORDERED.using(kernels(16, 16)):
+        got, pull_ordered = jax.vjp(ordered_product, x, weight)
+        gradients = pull_ordered(dy)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for own, other in zip(gradients, pull(dy), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_other_orders_have_other_bits():
+    x, w = numbers(1, 37, 208), whole(2, 40, 208)
+    assert (in_steps(x, w) != in_steps(x, w, reversed)).any()
+    halves = in_steps(x[:, :104], w[:, :104]) + in_steps(x[:, 104:], w[:, 104:])
+    assert (in_steps(x, w) != halves).any(), "a split sum"
+
+
+@pytest.mark.parametrize(("dtype", "K"), [(jnp.float32, 300), (jnp.bfloat16, 512)])
+def test_reference_gives_a_row_the_same_bits_among_any_rows(dtype, K):
+    x, weights = (
+        jax.random.normal(jax.random.key(0), (512, K), dtype),
+        [jax.random.normal(jax.random.key(1 + N), (N, K), dtype) for N in (24, 64)],
+    )
+    many = ordered_products(x, weights, jnp.float32)
+    for rows in (1, 2, 3, 17, 256):
+        for few, all_rows in zip(ordered_products(x[:rows], weights, jnp.float32), many, strict=True):
+            np.testing.assert_array_equal(few, all_rows[:rows])
+
+
+def projection(seed, N, K, rank=4):
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(seed + key), shape)  # noqa: E731
+    adapter = LowRankAdapter(A=draw(1, rank, K), B=draw(2, N, rank), scale=0.5) if rank else None
+    return Projection(weight=draw(0, N, K).astype(jnp.bfloat16), adapter=adapter)
+
+
+@pytest.mark.parametrize("rank", [4, repeat(0)])
+def test_projections_and_feed_forward_of_few_rows_have_trainings_bits(rank):
+    D, F, T = 48, 64, 96
+    x, stream = (jax.random.normal(jax.random.key(seed), (1, T, D), jnp.bfloat16) for seed in (7, 8))
+    heads, mlp = (
+        [projection(10 * i, N, D, rank) for i, N in enumerate((48, 16, 16))],
+        GatedParts(projection(40, F, D, rank), projection(50, F, D, rank), projection(60, D, F, rank)),
+    )
+
+    def run(x, stream, conditions):
+        fed = gated_mlp(x, mlp, conditions, stream=stream)
+        onto = adapted_projection(x, heads[:1], conditions, stream=stream)
+        return [*adapted_projection(x, heads, conditions), *onto, fed]
+
+    trained = jax.jit(lambda x, stream: run(x, stream, Training()))(x, stream)
+    for rows in (2, 5, 64):
+        few = jax.jit(lambda x, stream: run(x, stream, Exact()))(x[:, :rows], stream[:, :rows])
+        for own, other in zip(few, trained, strict=True):
+            np.testing.assert_array_equal(own, other[:, :rows])
+
+
+def test_each_token_uses_its_own_ranks_with_the_bits_of_its_adapter_alone():
+    D, F, T = 48, 64, 32
+    x = jax.random.normal(jax.random.key(7), (1, T, D), jnp.bfloat16)
+    mlp = GatedParts(projection(40, F, D, 32), projection(50, F, D, 32), projection(60, D, F, 32))
+    ranks = jnp.asarray(np.arange(32) // 16 == np.arange(T)[:, None] % 2)
+    together = gated_mlp(x, mlp, Exact(ranks=ranks), stream=x)
+    for adapter in range(2):
+        own = slice(16 * adapter, 16 * adapter + 16)
+        alone = GatedParts(
+            *(replace(p, adapter=replace(p.adapter, A=p.adapter.A[own], B=p.adapter.B[:, own])) for p in mlp)
+        )
+        want = gated_mlp(x, alone, Exact(), stream=x)
+        np.testing.assert_array_equal(together[:, adapter::2], want[:, adapter::2])
+
+
+def test_products_compile_in_one_launch(h200):
+    shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=h200)  # noqa: E731
+    weights = [shaped(4096, 4096), shaped(1024, 4096), shaped(1024, 4096), shaped(48, 4096)]
+    for rows in (16, 256, 2048):
+        with tracing_for((9, 0)):
+            compiled = jax.jit(ordered_products).lower(shaped(rows, 4096), weights).compile()
+        assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("N", "K", "dtype"),
+    [(4096, 4096, jnp.bfloat16), (1024, 4096, jnp.bfloat16), (48, 4096, jnp.bfloat16), (32768, 4096, jnp.float32)],
+)
+def test_products_have_the_bits_of_cublas_products_of_many_rows(N, K, dtype):
+    many = 16384 if dtype == jnp.bfloat16 else 1024
+    x, weight = (jax.random.normal(jax.random.key(seed), (rows, K), jnp.bfloat16) for seed, rows in ((0, many), (1, N)))
+    call = jax.jit(lambda x, weight: project(x, weight, dtype))
+    trained = call.lower(x, weight).compile(compiler_options=STEP_OPTIONS)(x, weight)
+    for rows in (1, 16, 64, 256, 512, 1024):
+        (few,) = jax.jit(lambda x, weight: ordered_products(x, [weight], dtype))(x[:rows], weight)
+        np.testing.assert_array_equal(np.asarray(few, np.float32), np.asarray(trained[:rows], np.float32))
