@@ -328,6 +328,13 @@ SHAPES = {
     "mistral-7b": _shape(_MISTRAL, 4096, 14336, 32, 32),
     "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, num_key_value_heads=4),
     "gemma-3-12b": _shape(_GEMMA3, 3840, 15360, 48, 16, num_key_value_heads=8),
+    "gemma-4-12b": _shape(
+        _GEMMA4,
+        *(3840, 15360, 48, 16),
+        model_type="gemma4_unified_text",
+        num_global_key_value_heads=1,
+        use_bidirectional_attention="vision",
+    ),
     "gemma-2-9b": _shape(_GEMMA2, 3584, 14336, 42, 16),
     "gemma-4-26b-a4b": _shape(
         _GEMMA4,
@@ -344,6 +351,17 @@ SHAPES = {
     "phi-4": _shape(_PHI3, 5120, 17920, 40, 40),
     "glm-4-9b": _shape(_GLM4, 4096, 13696, 40, 32),
     "tiny-gemma-3": _shape(_GEMMA3, 128, 256, 4, 4, head_dim=32, num_key_value_heads=2, vocab_size=2048),
+    "tiny-gemma-4": _shape(
+        _GEMMA4,
+        *(128, 256, 6, 4),
+        model_type="gemma4_unified_text",
+        head_dim=32,
+        global_head_dim=64,
+        num_key_value_heads=2,
+        num_global_key_value_heads=1,
+        vocab_size=2048,
+        use_bidirectional_attention="vision",
+    ),
     "qwen3.5-9b": _shape(_QWEN3_5, 4096, 12288, 32, 16, linear_num_value_heads=32),
     "qwen3.5-27b": _shape(_QWEN3_5, 5120, 17408, 64, 24, linear_num_value_heads=48),
     "tiny-gemma-4-moe": _shape(

@@ -1,15 +1,17 @@
 """Train a model that sees on drawn pictures, then on texts of as many tokens; print times of both as JSON.
 
     python benchmarks/vision_step.py --shape qwen3.5-9b --documents 96 --epochs 3 --json results.json
+    python benchmarks/vision_step.py --shape gemma-3-12b --peer /venv/bin/python --json results.json
 
 Weights are random, adapters of the text train, and the tower is frozen: its features are computed in the first epoch
 and kept. A step is one row of `--seq-len` tokens, of pictures with sides of 448 to 1,344 pixels and texts of 32 to 512
-words.
+words. `--peer` measures Unsloth on the same documents (`peers/vision.py`), in batches by length, and one by one.
 """
 
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +27,9 @@ from jaxglue.training.callbacks import Callback
 
 SEEING = Path(__file__).resolve().parent.parent / "jaxglue" / "recipes" / "quickstart" / "seeing"
 TINY_TOWER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128}
+TINY_SIGLIP = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
+PEER = Path(__file__).parent / "peers" / "vision.py"
 
 
 class Clock(Callback):
@@ -39,16 +44,38 @@ class Clock(Callback):
 
 
 def make_model(folder: Path, shape: str) -> Path:
-    """Write a folder without weights: the shape's text model, with the tower of Qwen3.5-9B or a tiny one."""
+    """Write a folder without weights: the shape's text model, with its family's tower or a tiny one."""
     shutil.copytree(SEEING, folder, dirs_exist_ok=True)
     raw = json.loads((folder / "config.json").read_text())
     text = {**SHAPES[shape], "initializer_range": 0.02}
     text.pop("architectures", None)
-    tower = TINY_TOWER if text["hidden_size"] < 1024 else {}
-    vision = {"model_type": "qwen3_5_vision", "patch_size": 16, "out_hidden_size": text["hidden_size"], **tower}
-    (folder / "config.json").write_text(json.dumps({**raw, "text_config": text, "vision_config": vision}))
+    family, marks = around(text, raw)
+    raw = {**raw, "tie_word_embeddings": text["tie_word_embeddings"], **family, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(raw))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace(QWEN_MARKS, marks))
     (folder / "preprocessor_config.json").unlink()
     return folder
+
+
+def around(text: dict[str, Any], raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the fields of config.json around a text model, and what its chat template writes for an image."""
+    width, is_tiny = text["hidden_size"], text["hidden_size"] < 1024
+    begin, mark, end = raw["vision_start_token_id"], raw["image_token_id"], raw["vision_end_token_id"]
+    kind = text["model_type"].removesuffix("_text")
+    if kind == "gemma3":
+        vision = {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14, "vision_use_head": False}
+        vision |= TINY_SIGLIP if is_tiny else {}
+        tokens = {"image_token_index": mark, "boi_token_index": begin, "eoi_token_index": end}
+        fields = {"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256, **tokens}
+        return {"model_type": kind, "vision_config": vision, **fields}, "<|vision_start|>"
+    if kind == "gemma4_unified":
+        vision = {"model_type": "gemma4_unified_vision", "mm_embed_dim": width, "output_proj_dims": width}
+        tokens = {"image_token_id": mark, "boi_token_id": begin, "eoi_token_id": end, "audio_config": None}
+        fields = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "vision_config": vision, **tokens}
+        return {"model_type": kind, **fields}, "<|image_pad|>"
+    vision = {"model_type": "qwen3_5_vision", "patch_size": 16, "out_hidden_size": width}
+    return {"vision_config": vision | (TINY_TOWER if is_tiny else {})}, QWEN_MARKS
 
 
 def make_data(folder: Path, documents: int, largest: int, seed: int = 0) -> Path:
@@ -97,6 +124,7 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
     assert summary is not None
     steps = len(clock.times) // args.epochs
     spans = np.diff(clock.times)
+    plan = dict(json.loads((output / "plan.json").read_text())["rows"])
     epochs = [spans[max(3, epoch * steps) : (epoch + 1) * steps - 1] for epoch in range(args.epochs)]
     return {
         "tokens_per_second": [args.seq_len / float(np.mean(part)) if len(part) else None for part in epochs],
@@ -105,6 +133,7 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
         "peak_gib": summary.peak_memory_gb * 1e9 / 2**30,
         "losses": [summary.first_loss, summary.last_loss],
         "startup_seconds": summary.startup_seconds,
+        "planned": {name: plan[name] for name in ("remat", "memory", "step time") if name in plan},
     }
 
 
@@ -118,6 +147,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--memory-limit", type=float, help="GiB")
     parser.add_argument("--no-texts", action="store_true", help="leave out the rows of text")
+    parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
+    parser.add_argument("--peer-engine", choices=("unsloth", "peft"), default="unsloth")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     settings: dict[str, Any] = {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
@@ -130,21 +161,55 @@ def main() -> None:
             lengths = document_lengths(model, pictures, args, folder)
             texts = as_texts(folder / "texts.jsonl", lengths)
             results.append({"rows": "texts", **measure(folder, model, texts, args, **settings)})
-            print(json.dumps(results[1]))
+            print(json.dumps(results[-1]))
+        if args.peer:
+            for result in measure_peer(folder, model, pictures, args):
+                print(json.dumps(result))
+                results.append(result)
     if args.json:
         write_results(args.json, results)
 
 
 def document_lengths(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> list[int]:
     """Return the tokens of the rows with pictures."""
+    return read_documents(model, data, args, folder).lengths.tolist()
+
+
+def read_documents(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> Any:
+    """Return the rows with pictures as documents."""
     from jaxglue.data.config import DataConfig
     from jaxglue.data.prepare import prepare_data, read_vision
     from jaxglue.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     config = DataConfig(data=(str(data),), seq_len=args.seq_len, cache_dir=str(folder / "cache"))
-    prepared = prepare_data(config, tokenizer, processor=read_vision(model, None, tokenizer))
-    return prepared.train.lengths.tolist()
+    return prepare_data(config, tokenizer, processor=read_vision(model, None, tokenizer)).train
+
+
+def measure_peer(folder: Path, model: Path, data: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write the documents with their patches; return the peer's rates in batches by length, and one by one."""
+    documents = read_documents(model, data, args, folder)
+    arrays: dict[str, np.ndarray] = {"lengths": documents.lengths}
+    for number in range(len(documents)):
+        indices = documents.indices(number)
+        arrays[f"tokens{number}"], arrays[f"mask{number}"] = (
+            documents.store.tokens[indices],
+            documents.store.mask[indices],
+        )
+        (image,) = documents.reader.images_of(int(documents.documents[number]))
+        arrays[f"grid{number}"], arrays[f"patches{number}"] = np.array(image.grid), image.patches
+    np.savez(folder / "documents.npz", **arrays)
+    results = []
+    for batch_tokens in (args.seq_len, 0):
+        command = [str(args.peer), str(PEER), "--engine", args.peer_engine, "--model", str(model)]
+        command += ["--documents", str(folder / "documents.npz"), "--batch-tokens", str(batch_tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            results.append({"engine": args.peer_engine, "error": done.stderr[-2000:]})
+            continue
+        how = "batches by length" if batch_tokens else "one by one"
+        results.append({"engine": args.peer_engine, "rows": how, **json.loads(done.stdout.strip().splitlines()[-1])})
+    return results
 
 
 if __name__ == "__main__":

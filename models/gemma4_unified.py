@@ -1,4 +1,4 @@
-"""Gemma 4 12B (text): Gemma 4 without embeddings for each layer and without experts."""
+"""Gemma 4 12B: Gemma 4 without embeddings for each layer, without experts, and without a vision tower."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from jaxglue.models import gemma4
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.family import Family, register
+from jaxglue.models.gemma4_patches import with_patches
 from jaxglue.models.wrapper import Wrapper, wrap
 
 _DEFAULTS = {"max_position_embeddings": 262_144, "sliding_window": 1024}
@@ -33,5 +34,6 @@ wrap(
         others=("vision_embedder.", "embed_vision.", "embed_audio."),
         tied=True,
         defaults=gemma4.SIZES,
+        tower=with_patches,
     )
 )

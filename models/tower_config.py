@@ -120,12 +120,15 @@ class TrainedParams:
         return self.vision.trains == "projector" and self.vision.in_projector(".".join(map(str, path[1:])))
 
 
-def tower_sizes(vision: Mapping[str, Any], fields: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+def tower_sizes(
+    vision: Mapping[str, Any], fields: Mapping[str, tuple[str, int]], *, heads: bool = True
+) -> dict[str, Any]:
     """Return the sizes of a `vision_config`.
 
     Args:
         vision: of config.json.
         fields: names there, and defaults, by the sizes' names.
+        heads: the tower has heads of attention.
 
     Raises:
         ValueError: not a whole number from 1, or a width that the heads do not divide.
@@ -135,7 +138,7 @@ def tower_sizes(vision: Mapping[str, Any], fields: Mapping[str, tuple[str, int]]
         if type(value) is not int or not 1 <= value <= _LARGEST:
             key = fields[name][0]
             raise ValueError(f"vision_config in config.json: {key} must be a whole number from 1, got {value!r:.100}")
-    if sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % 4:
+    if heads and (sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % 4):
         raise ValueError(
             f"vision_config in config.json: {sizes['heads']} heads do not divide a width of {sizes['width']} into "
             "multiples of 4"

@@ -1,8 +1,8 @@
 """Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
-A request is JSON: `model`, optionally `lora` and a number of `drafts` by the file's own head, and lists `prompts`
-(tokens), `chats` (messages) and `texts`; the answer holds the tokens that follow each prompt, each chat as rendered
-with its tokens and answer, and each text's tokens.
+A request is JSON: `model`, optionally `lora`, `mmproj` and a number of `drafts` by the file's own head, and lists
+`prompts` (tokens), `chats` (messages), `texts` and `bodies` of chat completions; the answer holds the tokens that
+follow each prompt, each chat as rendered with its tokens and answer, each text's tokens, and replies.
 """
 
 import json
@@ -38,6 +38,8 @@ def _answer(request: dict) -> dict:
     params.verbosity = 2
     if "lora" in request:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["lora"], 1.0)]
+    if "mmproj" in request:
+        params.mmproj.path, params.mmproj_use_gpu = request["mmproj"], False
     if count := request.get("drafts"):
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
         params.speculative.draft.n_max = count
@@ -66,6 +68,7 @@ def _answer(request: dict) -> dict:
     return {
         "prompts": [complete(prompt) for prompt in request.get("prompts", [])],
         "chats": [chat(messages) for messages in request.get("chats", [])],
+        "replies": [_post(address, "/v1/chat/completions", body) for body in request.get("bodies", [])],
         "texts": [_post(address, "/tokenize", {"content": text})["tokens"] for text in request.get("texts", [])],
     }
 

@@ -56,6 +56,8 @@ class EstimateConfig(TrainConfig):
     """Mean length of the documents in a row; by default one document fills it."""
     image_size: str | None = None
     """Pixels of the images, such as 1024x768, of a model that sees: their tokens, and the time of a frozen tower."""
+    images: PositiveInt | None = None
+    """Images of the data, of `image_size`: the time of a frozen tower and the host's memory for features of all."""
     host_memory_gib: NonNegativeFloat = 64.0
     """Host memory that may be pinned for each GPU, GiB."""
     model: PlannedModel

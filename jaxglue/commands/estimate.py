@@ -56,6 +56,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
     folder = model_path(config.model.model, config.model.revision, weights=False)
     model = read_architecture(config, folder)
+    if config.images is not None and config.image_size is None:
+        raise ValueError("--images needs the pixels of one: add --image-size, such as --image-size 1024x768")
     if config.image_size is not None and model.vision is None:
         raw = read_config(folder)
         model = with_vision(model, raw, **normalization(folder, raw))
@@ -127,7 +129,11 @@ def _images(config: EstimateConfig, planner: Planner, plan: Plan | None) -> str:
     if config.model.train_vision != "none":
         return f"{line}, several times in each step"
     share = "" if plan is None else f" (+{seconds * workload.tokens / tokens / plan.seconds:.0%} of that time)"
-    features = f"{cost.feature_bytes(workload.dtype) / 1e6:.1f} MB of features an image in the host's memory"
+    size = cost.feature_bytes(workload.dtype)
+    features = f"{size / 1e6:.1f} MB of features an image in the host's memory"
+    if config.images is not None:
+        every = config.images
+        features += f", {size * every / 1e9:,.1f} GB and {seconds * every:,.0f} s of the tower for {every:,} images"
     return f"{line}, in the first epoch alone{share}; {features}"
 
 

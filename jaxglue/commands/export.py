@@ -10,6 +10,7 @@ jaxglue export --run runs/first --checkpoint best --output best
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,18 @@ from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.files.json_file import read_json
+from jaxglue.generation.assistant import tower_of
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE, TRAINED_FILE, ExportRows, folder_parts, load_rows
 from jaxglue.hf.gguf.drafts import find_gguf_draft
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
+from jaxglue.hf.gguf.mmproj import is_written
 from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.hf.model_card import CURVE, model_card
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
+from jaxglue.models.tower_config import TowerConfig
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.terminal.lines import echo
@@ -96,7 +100,7 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     """Write a GGUF file and its Modelfile; return what to run."""
     storage = None if config.trained_on == "auto" else config.trained_on
     base = config.base_folder()
-    tensors = MergedTensors(base, config.adapter, storage)
+    tensors = MergedTensors(base, config.adapter, storage, vision=_written_tower(base))
     tokenizer = load_own_tokenizer(base, config.adapter)
     stops = stop_tokens(tokenizer, base, config.adapter)
     rows = _calibration(config, kind, tensors, tokenizer)
@@ -105,7 +109,22 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     options: dict[str, Any] = {"importance": importance, "draft": draft, "progress": DataProgress()}
     file = export_gguf(tensors, tensors.config, tokenizer, stops, kind, output, **options)
     server = f"llama-server -m {file}" + ("" if draft is None else " --spec-type draft-mtp")
+    if tensors.config.vision is not None:
+        return f"run it with: {server} --mmproj {file.with_name(f'mmproj-{output.resolve().name}.gguf')}"
     return f"run it with: {server}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"
+
+
+def _written_tower(base: Path) -> TowerConfig | None:
+    """Return the shape of the tower that is written beside the text; None of a model without one."""
+    try:
+        tower = tower_of(base)
+    except ValueError as error:
+        _log.warning("the vision tower is left out: %s", error)
+        return None
+    if tower is not None and not is_written(tower):
+        _log.warning("the vision tower is left out: llama.cpp's files of this type of model are not written yet")
+        return None
+    return tower
 
 
 def _calibration(
@@ -142,8 +161,11 @@ def _read_rows(data: tuple[str, ...], tensors: MergedTensors, tokenizer: PreTrai
 def _measure_importance(rows: list[ExportRows], tensors: MergedTensors, base: Path) -> dict[str, np.ndarray]:
     """Return the importance of matrices' inputs on rows."""
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    parts = folder_parts(base, tensors.config, dtype=dtype, adapter=tensors.adapter)
-    return measure_importance(tensors.config, parts, rows, dtype)
+    config = tensors.config
+    if tensors.adapter is None or not tensors.adapter.beside_text:  # the rows are texts
+        config = replace(config, vision=None, layer_sees=())
+    parts = folder_parts(base, config, dtype=dtype, adapter=tensors.adapter)
+    return measure_importance(config, parts, rows, dtype)
 
 
 def _write_gguf_lora(config: ExportConfig, output: Path) -> str:

@@ -167,7 +167,9 @@ class Batch:
         answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
         rollouts = self.rollouts and self.rollouts.split(np.asarray(segments.split.order))
         columns = jax.tree.map(own, self.columns) if answers is None else self.columns
-        return replace(self, segments=segments, answers=answers, rollouts=rollouts, columns=columns, **fields)
+        images = self.images and self.images.split(segments.split)
+        batch = replace(self, segments=segments, answers=answers, rollouts=rollouts, columns=columns, images=images)
+        return replace(batch, **fields)
 
     def without_lengths(self) -> "Batch":
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""

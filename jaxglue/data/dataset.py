@@ -206,11 +206,7 @@ def select_documents(
     if len(overlong) and config.overlong == "error":
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
-    lengths = np.minimum(store.lengths, config.row_tokens)
-    if images is not None and store.images is not None:
-        for document in overlong.tolist():  # an image is whole, or left out
-            tokens = store.tokens[np.arange(*store.offsets[[document, document + 1]])]
-            lengths[document] = cut_before_image(tokens, int(lengths[document]), store.images, document, images)
+    lengths = within_row(store, store.lengths, config.row_tokens, images)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
     if config.overlong == "drop":
@@ -230,6 +226,18 @@ def select_documents(
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),
     )
+
+
+def within_row(
+    store: TokenStore, lengths: Int[np.ndarray, "documents"], row: int, images: ImageRules | None
+) -> Int[np.ndarray, "documents"]:
+    """Return the tokens of documents that fit into a row; an image is whole, or left out."""
+    fitted = np.minimum(lengths, row)
+    if images is not None and store.images is not None:
+        for document in np.flatnonzero(lengths > row).tolist():
+            tokens = store.tokens[np.arange(*store.offsets[[document, document + 1]])]
+            fitted[document] = cut_before_image(tokens, int(fitted[document]), store.images, document, images)
+    return fitted
 
 
 def read_columns(

@@ -1,7 +1,7 @@
 """Images of chats: which row's value goes to which place, the text that stands for each, and images of batches."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from jaxglue.data.messages import Chat, content_texts
+from jaxglue.data.template import ChatTemplate, plain_pieces
 from jaxglue.vision.images import image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
@@ -75,6 +76,21 @@ class ImageRules:
         texts = iter([self.processor.text(grid) for grid in grids])
         return [(re.sub(re.escape(mark), lambda _: next(texts), text), trained) for text, trained in pieces]
 
+    def encode(
+        self, template: ChatTemplate, text: str, grids: Sequence[Grid]
+    ) -> tuple[list[int], Int32[np.ndarray, " I"]]:
+        """Return the tokens of a rendering of protected messages with images of these patches, and features' places.
+
+        Raises:
+            ValueError: other places in the rendering, or a text that names their tokens by itself.
+        """
+        pieces = self.expand([(piece, False) for piece in plain_pieces(text)], grids)
+        tokens = template.encode_pieces([piece for piece, _ in pieces])
+        places = np.flatnonzero(np.array(tokens) == self.tokens[0]).astype(np.int32)
+        if len(places) != sum(map(self.processor.tokens, grids)):
+            raise ValueError("the prompt names tokens of images by itself: take them out of the text")
+        return tokens, places
+
     def record(self, chat: Chat) -> list[ImageRecord]:
         """Read a chat's images."""
         return [record_image(source, self.processor, number) for number, source in enumerate(chat.images, 1)]
@@ -115,6 +131,8 @@ class DocumentPart(NamedTuple):
     end: int
     seen: int
     """Tokens of the document, from its start, that its images are among."""
+    tokens: Sequence[int] | None = None
+    """These, where they are not the store's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +141,18 @@ class ImageReader:
 
     rules: ImageRules
     store: "TokenStore"
-    known: set[tuple] = field(default_factory=set)
-    """`Image.cache_key` of images whose patches are not needed."""
+    kept: list[Container[tuple]] = field(default_factory=list)
+    """Features that are known, by `Image.cache_key`: patches of images that all of them hold are not needed."""
 
-    def firsts(self, document: int, length: int) -> list[tuple[int, Grid, int]]:
-        """Return (first token, patches, number) of each image of a document in its first tokens."""
-        assert self.store.images is not None
+    def tokens(self, document: int, length: int) -> Int[np.ndarray, " length"]:
+        """Return the first tokens of a document."""
         start = self.store.offsets[document]
-        places = np.flatnonzero(self.store.tokens[np.arange(start, start + length)] == self.rules.tokens[0])
+        return self.store.tokens[np.arange(start, start + length)]
+
+    def firsts(self, document: int, tokens: Int[np.ndarray, " tokens"]) -> list[tuple[int, Grid, int]]:
+        """Return (first token, patches, number) of each image of a document in its first tokens, which are these."""
+        assert self.store.images is not None
+        places = np.flatnonzero(tokens == self.rules.tokens[0])
         images, before = [], 0
         for number in self.store.images.of_document(document):
             grid = Grid(*self.store.images.grids[number].tolist())
@@ -139,6 +161,10 @@ class ImageReader:
             images.append((int(places[before]), grid, number))
             before += self.rules.processor.tokens(grid)
         return images
+
+    def count(self, parts: Sequence[DocumentPart]) -> int:
+        """Return the features in parts of documents, each of which has all or none of its own."""
+        return int(sum(self.counts[part.document] for part in parts if part.begin == 0))
 
     @cached_property
     def counts(self) -> Int[np.ndarray, " documents"]:
@@ -160,25 +186,34 @@ class ImageReader:
         The tokens of features become the processor's `stand_in`, in place, where it has one.
         """
         rules, numbers, used = self.rules, list[list[int]](), list[int]()
-        positions = np.zeros((*tokens.shape, 3), np.int32)
-        for line, row in zip(positions, parts, strict=True):
+        positions, is_image = np.zeros((*tokens.shape, 3), np.int32), tokens == rules.tokens[0]
+        for b, row in enumerate(parts):
             numbers.append([])
             token = 0
             for part in row:
-                images = self.firsts(part.document, part.seen)
+                known = self.tokens(part.document, part.seen) if part.tokens is None else np.array(part.tokens)
+                images = self.firsts(part.document, known)
                 numbers[-1] += [number for first, _, number in images if part.begin <= first < part.end]
                 grids = [(first, grid) for first, grid, _ in images]
                 seen = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
-                line[token : token + len(seen)] = seen
+                positions[b, token : token + len(seen)] = seen
+                # Behind its images, a model that answers may have written their token, which is a text's then.
+                is_image[b, token + max(part.seen - part.begin, 0) : token + len(seen)] = False
                 token += len(seen)
             used.append(token)
         decoded = self._read(sorted({number for row in numbers for number in row}))
-        is_image = tokens == rules.tokens[0]
         index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
         if rules.processor.stand_in is not None:
             tokens[is_image] = rules.processor.stand_in
         rows = [[decoded[number] for number in row] for row in numbers]
         return RowImages(rows, index, positions if rules.positions else None, rules.processor, used, largest)
+
+    def images_of(self, document: int) -> list[Image]:
+        """Return the images of a whole document, in order."""
+        assert self.store.images is not None
+        numbers = self.store.images.of_document(document)
+        read = self._read(numbers)
+        return [read[number] for number in numbers]
 
     def _read(self, numbers: Sequence[int]) -> dict[int, Image]:
         """Return images by their numbers, decoded where their patches are needed."""
@@ -188,7 +223,7 @@ class ImageReader:
         def read(number: int) -> Image:
             grid = Grid(*records.grids[number].tolist())
             image = Image(key=records.digests[number].tobytes(), grid=grid, patches=None)
-            if image.cache_key in self.known:
+            if self.kept and all(image.cache_key in features for features in self.kept):
                 return image
             return replace(image, patches=self.rules.processor.patches(records.read(number), grid))
 
@@ -204,7 +239,9 @@ def cut_before_image(
     before = 0
     for number in images.of_document(document):
         count = rules.processor.tokens(Grid(*images.grids[number].tolist()))
-        first, last = places[before], places[before + count - 1]
+        if before >= len(places):
+            break
+        first, last = places[before], places[min(before + count, len(places)) - 1]  # the rest may be cut off already
         if first < length <= last:
             return int(first)
         before += count

@@ -103,8 +103,12 @@ def seen(step: Step, see: See) -> Step:
     """Return a step whose images are arrays."""
     if all(batch.images is None for batch in step.micro_batches):
         return step
-    batches = (replace(batch, images=batch.images and see(batch.images)) for batch in step.micro_batches)
-    return replace(step, micro_batches=tuple(batches))
+    return replace(step, micro_batches=tuple(seen_batch(batch, see) for batch in step.micro_batches))
+
+
+def seen_batch(batch: Batch, see: See) -> Batch:
+    """Return a batch whose images are arrays."""
+    return batch if batch.images is None else replace(batch, images=see(batch.images))
 
 
 class BatchState(TypedDict):

@@ -8,7 +8,8 @@ from jaxtyping import Int
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import Columns, DataConfig, LabelTask, Source
-from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin
+from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin, within_row
+from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
 
@@ -34,7 +35,12 @@ def last_tokens(store: TokenStore, unread: tuple[int | None, ...]) -> Int[np.nda
 
 
 def select_labeled(
-    store: TokenStore, config: DataConfig, source: Source, task: LabelTask, columns: Columns
+    store: TokenStore,
+    config: DataConfig,
+    source: Source,
+    task: LabelTask,
+    columns: Columns,
+    images: ImageRules | None = None,
 ) -> Selection:
     """Select the documents with a token to read their label at, fitted into a row.
 
@@ -61,10 +67,12 @@ def select_labeled(
             remedy = "mend it" if "." in name else "mend it, or raise --num-labels"
             wanted = f"a whole number from 0 to {task.values - 1}"
             raise ValueError(f"{origin}: {name!r} is {values[bad[0]]:g}, expected {wanted}: {remedy}")
+    lengths = within_row(store, whole, config.row_tokens, images)
     dataset = LabeledDataset(
         store=store,
         documents=documents,
-        lengths=np.minimum(whole, config.row_tokens)[documents],
+        lengths=lengths[documents],
+        reader=ImageReader(rules=images, store=store) if images and store.images else None,
         targets=np.ones(len(documents), np.int64),
         columns=found,
     )

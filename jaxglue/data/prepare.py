@@ -60,7 +60,7 @@ class PreparedData:
     @property
     def readers(self) -> list[ImageReader]:
         """Return the readers of images of the training and the held-out documents; none of data without images."""
-        readers = (getattr(data, "reader", None) for data in (self.train, self.eval))  # prompts to answer have none
+        readers = (getattr(data, "reader", None) for data in (self.train, self.eval))
         return [reader for reader in readers if reader is not None]
 
     @property
@@ -102,7 +102,7 @@ def prepare_data(
         task = task._replace(padding=padding_token(tokenizer))
     pairs = isinstance(task, AnswerTask)
     if config.streaming:
-        return _prepare_stream(config, tokenizer, vocab_size, progress)
+        return _prepare_stream(config, tokenizer, vocab_size, progress, processor)
     groups = [
         [_select(source, config, tokenizer, vocab_size, progress, task, columns, processor) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
@@ -141,14 +141,20 @@ def prepare_data(
 
 
 def _prepare_stream(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, progress: DataProgress
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    progress: DataProgress,
+    processor: Processor | None,
 ) -> PreparedData:
     """Tokenize a stream's first window, and prepare the held-out data."""
-    stream = TokenStream(config, tokenizer, check=partial(_check_vocabulary, vocab_size=vocab_size))
+    rules = None if processor is None else [image_rules(processor, source, tokenizer) for source in config.sources]
+    check = partial(_check_vocabulary, vocab_size=vocab_size)
+    stream = TokenStream(config, tokenizer, check=check, images=rules)
     with progress.stage("tokenizing the stream's first window"), closing(stream.windows()) as windows:
         window = next(windows)
     train, eval_sources = window.selection, config.eval_sources
-    pairs = [_select(source, config, tokenizer, vocab_size, progress) for source in eval_sources]
+    pairs = [_select(source, config, tokenizer, vocab_size, progress, processor=processor) for source in eval_sources]
     held_out = join_selections([selection for _, selection in pairs]).dataset if pairs else None
     sizes = [
         split_report(data, _pack(data, config, progress), config.row_tokens)
@@ -173,7 +179,13 @@ def _prepare_stream(
     )
     names = short_names([source.name for source in eval_sources])
     return PreparedData(
-        train=train.dataset, eval=held_out, report=report, eval_sources=names, stream=stream, window=window
+        train=train.dataset,
+        eval=held_out,
+        report=report,
+        eval_sources=names,
+        stream=stream,
+        window=window,
+        images=None if rules is None else rules[0],
     )
 
 
@@ -198,13 +210,12 @@ def _select(
         _check_vocabulary(tokenized.store, vocab_size)
         return tokenized, select_reads(tokenized.store, config, source, task, task.labels(tokenizer, source.system))
     pairs = isinstance(task, AnswerTask)
-    sees = task is None or (isinstance(task, AnswerTask) and not task.scored)
-    images = image_rules(processor, source, tokenizer) if processor is not None and sees else None
+    images = None if processor is None else image_rules(processor, source, tokenizer)
     tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns, images=images)
     _check_vocabulary(tokenized.store, vocab_size)
     if isinstance(task, LabelTask):
         task = task._replace(is_chat=tokenized.format in CHATS)
-        return tokenized, select_labeled(tokenized.store, config, source, task, columns)
+        return tokenized, select_labeled(tokenized.store, config, source, task, columns, images)
     if task is not None:
         if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")

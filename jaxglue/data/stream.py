@@ -1,10 +1,10 @@
 """Streams of data larger than memory and disk, tokenized in windows while training runs, and their iterator."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,13 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, join_selections, overlong_error, select_documents
 from jaxglue.data.formats import unused_columns
-from jaxglue.data.iterator import ProcessShare, Step, Steps, StepSizes, check_batch, check_run, read_ahead
+from jaxglue.data.images import ImageRules
+from jaxglue.data.iterator import ProcessShare, See, Step, Steps, StepSizes, check_batch, check_run, read_ahead, seen
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
 from jaxglue.data.store import Encoded, TokenStore, sum_findings
 from jaxglue.data.store_files import content_key
 from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format, make_encoder
 from jaxglue.ops.segments import segment_bucket
+from jaxglue.vision.records import ImageRecords
+from jaxglue.vision.rows import RowImages
 
 _VERSION = 4
 """Increment when streams under way cannot go on with the present tokens of their rows."""
@@ -72,6 +75,7 @@ class TokenStream:
         tokenizer: of the model.
         check: raises for a store of unusable tokens.
         encode: tokenizes chunks of rows; by default in `config.workers` processes, or one.
+        images: rules for the images of each source's rows; None for a model that sees none.
 
     Raises:
         ValueError: a source that is missing, empty or of an unknown format.
@@ -83,17 +87,21 @@ class TokenStream:
         tokenizer: PreTrainedTokenizerBase,
         check: Callable[[TokenStore], None] = lambda store: None,
         encode: Callable[..., Iterator[tuple[Encoded, Any]]] | None = None,
+        images: Sequence[ImageRules] | None = None,
     ):
         self.config, self._check = config, check
         encode = encode or partial(encode_in_processes, workers=config.workers or 1)
-        self._readers = [_Reader(source, config, tokenizer, encode) for source in config.sources]
+        self.images: Sequence[ImageRules | None] = images or [None] * len(config.sources)
+        """Rules for the images of each source."""
+        pairs = [*zip(config.sources, self.images, strict=True)]
+        self._readers = [_Reader(source, config, tokenizer, encode, rules) for source, rules in pairs]
         self.formats = tuple(reader.format for reader in self._readers)
         """Row format of each source."""
         self.unused = tuple(reader.unused for reader in self._readers)
         """Columns of each source that its format does not use."""
         keys = [
-            cache_key(_file_ends(source), source, tokenizer, False, _VERSION, encoding=config.encoding)
-            for source in config.sources
+            cache_key(_file_ends(source), source, tokenizer, False, _VERSION, encoding=config.encoding, images=rules)
+            for source, rules in pairs
         ]
         shares = [source.share for source in config.sources]
         self.fingerprint = content_key(keys, shares, config.row_tokens, config.overlong, config.stream_tokens)
@@ -141,9 +149,12 @@ class TokenStream:
         stores = [_join([chunk.encoded for chunk in part]) for part in parts if part]
         for store in stores:
             self._check(store)
-        sources = [reader.source for reader, part in zip(self._readers, parts, strict=True) if part]
-        pairs = zip(stores, sources, strict=True)
-        selection = join_selections([select_documents(store, self.config, source) for store, source in pairs])
+        readers = [reader for reader, part in zip(self._readers, parts, strict=True) if part]
+        selections = [
+            select_documents(store, self.config, reader.source, images=reader.images)
+            for store, reader in zip(stores, readers, strict=True)
+        ]
+        selection = join_selections(selections)
         rows = sum(len(store.lengths) for store in stores)
         return Window(index=index, start=start, end=end, selection=selection, rows=rows)
 
@@ -156,13 +167,20 @@ class _Chunk(NamedTuple):
 class _Reader:
     """Reader and tokenizer of a source, pass after pass."""
 
-    def __init__(self, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, encode: Callable):
-        self.source, self._config, self._encode = source, config, encode
+    def __init__(
+        self,
+        source: Source,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        encode: Callable,
+        images: ImageRules | None,
+    ):
+        self.source, self.images, self._config, self._encode = source, images, config, encode
         head = [*islice(chain.from_iterable(part() for part in source_parts(source)), _CHUNK)]
         self.format = find_format(head, source)
         self.unused = unused_columns(head, self.format)
         check_format(self.format, source, False)
-        self._encoder = make_encoder(source, config, tokenizer, self.format)
+        self._encoder = make_encoder(source, config, tokenizer, self.format, images=images)
 
     def chunks(self, place: Position) -> Generator[_Chunk]:
         """Yield tokenized chunks of rows from a place on."""
@@ -212,12 +230,18 @@ def _join(chunks: Sequence[Encoded]) -> TokenStore:
         tokens=tokens,
         mask=np.concatenate([chunk.mask for chunk in chunks]),
         offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        images=_join_images(chunks),
         info={
             "digest": "",
             "max_token": int(tokens.max(initial=-1)),
             "findings": sum_findings(chunk.findings for chunk in chunks),
         },
     )
+
+
+def _join_images(chunks: Sequence[Encoded]) -> ImageRecords | None:
+    parts = [chunk.images or ImageRecords.of([]) for chunk in chunks]
+    return ImageRecords.joined(parts, [len(chunk.lengths) for chunk in chunks]) if any(map(len, parts)) else None
 
 
 def _file_ends(source: Source) -> list[tuple[str, str]]:
@@ -287,6 +311,10 @@ class StreamIterator(Iterator[Step]):
         """Optimizer steps of the run."""
         self.max_segments = segment_bucket(self._plan(first, None).max_segments)
         """Segment slots S of every batch."""
+        self.see: See = RowImages.with_patches
+        """See `BatchIterator.see`."""
+        self._kept: list[Container[tuple]] = [] if first.dataset.reader is None else first.dataset.reader.kept
+        self._sees = first.dataset.reader is not None
         self._stop = Event()
         self._windows = stream.windows(1, first.end, self._stop.is_set)
         self._next: Future[Window] | None
@@ -304,7 +332,7 @@ class StreamIterator(Iterator[Step]):
         if self._next is None:
             self._next = _in_background(self._windows)
         try:
-            return next(self._steps)
+            return seen(next(self._steps), self.see)
         except StopIteration:
             self._steps.close()
             self._start(self._next.result())
@@ -350,6 +378,14 @@ class StreamIterator(Iterator[Step]):
     def _start(self, window: Window) -> None:
         """Begin a window; its first step starts the tokenizing of the next."""
         self._window, self._next = window, None
+        if window.dataset.reader is not None:
+            if not self._sees:
+                raise ValueError(
+                    f"--streaming: window {window.index + 1} has images and the first had none, for which the vision "
+                    "tower is not loaded: begin the data with a row that has one, or raise --stream-tokens"
+                )
+            window = replace(window, selection=_keeping(window.selection, self._kept))
+            self._window = window
         self._steps = read_ahead(
             Steps(
                 dataset=window.dataset,
@@ -360,6 +396,13 @@ class StreamIterator(Iterator[Step]):
                 **self._share,
             )
         )
+
+
+def _keeping(selection: Selection, kept: list[Container[tuple]]) -> Selection:
+    """Return a selection whose reader knows the features that those before it know."""
+    reader = selection.dataset.reader
+    assert reader is not None
+    return replace(selection, dataset=replace(selection.dataset, reader=replace(reader, kept=kept)))
 
 
 def _in_background(windows: Iterator[Window]) -> Future[Window]:

@@ -269,7 +269,7 @@ class EmbedHead:
             embed_tokens = merge_module(self._graphdefs.embed_tokens, trained, table | others)
             return embed_tokens.vision(patches, self._dtype, backend=self._attention)
 
-        specs = stored, layout.batch_specs(patches)
+        specs = stored, jax.tree.map(lambda _: layout.row_spec, patches)
         return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), patches)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:

@@ -86,13 +86,12 @@ class Assistant:
         self.ranks = max(map(len, ranks.values()), default=spare)
         """Ranks of all adapters together; 0 without adapters by name."""
         if config.exact:
-            _require_exact(model.config, self.dtype, rank=self.ranks, drafts=config.drafted not in ("off", "auto"))
+            _require_exact(model.config, self.dtype, rank=self.ranks)
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         trees, options = (self.adapter, self.frozen), {"dtype": self.dtype, "adapter": config.adapter}
-        drafted = "off" if config.exact else config.drafted
-        head = load_head(drafted, folder, self.config, self.graphdefs, trees, **options)
+        head = load_head(config.drafted, folder, self.config, self.graphdefs, trees, **options)
         if head is not None:
             self.adapter, self.frozen = head.beside(trees)
         self.engine = Engine(

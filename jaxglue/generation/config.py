@@ -23,6 +23,11 @@ Drafts = Literal["auto", "off", "1", "2", "3", "4", "5"]
 """Tokens that a draft head proposes for a step."""
 
 
+def is_number(drafts: Drafts) -> bool:
+    """Return whether drafts are asked for, in any case."""
+    return drafts not in ("auto", "off")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
     """Sampling distribution and stopping length."""
@@ -163,11 +168,15 @@ class AssistantConfig(PartsConfig):
 class AnsweringConfig(AssistantConfig):
     """A model with an optional adapter that writes answers."""
 
-    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "auto"
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact", "drafts are verified several at a time", when=is_number),
+    ] = "auto"
     """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
     without. auto: as many as save time, by the answers at a time and how many drafts they accept."""
 
     @property
     def drafted(self) -> Drafts:
         """See `AssistantConfig`."""
-        return self.drafts
+        return "off" if self.exact else self.drafts

@@ -341,14 +341,14 @@ class Engine:
 
     def _tell_of_experts(self, trees: Trees, plan: CachePlan) -> None:
         """Log once how experts are multiplied in decode steps, which take longer without kernels of few rows."""
-        if self._told:
+        if self._told or compute_capability() is None:
             return
         self._told = True
         trainable, frozen = trees
         choice = choose_decoded_experts(self._model[0], trainable, frozen, self.config, self._dtype, plan.slots)
         if choice is not None and choice.barred is None:
             _log.info("experts: by kernels of few rows")
-        elif choice is not None and compute_capability() is not None:
+        elif choice is not None:
             _log.warning("experts: not by kernels of few rows: %s", choice.reason)
 
     def _earlier(self, plan: CachePlan, memory: float | None) -> CachePlan:

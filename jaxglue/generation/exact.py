@@ -15,7 +15,7 @@ from jaxglue.ops.projection.lora import LORA, LoraCall
 from jaxglue.ops.projection.ordered import ORDERED, OrderedCall
 
 
-def obstacle(model: DecoderConfig, dtype, *, tokens: int = 1, rank: int = 0, drafts: bool = False) -> str | None:
+def obstacle(model: DecoderConfig, dtype, *, tokens: int = 1, rank: int = 0) -> str | None:
     """Return why a model's tokens cannot have training's bits, in words; None if they can.
 
     Args:
@@ -23,10 +23,7 @@ def obstacle(model: DecoderConfig, dtype, *, tokens: int = 1, rank: int = 0, dra
         dtype: of activations.
         tokens: of a packed row in training.
         rank: the largest of adapters that share a layer, together.
-        drafts: whether a draft head proposes tokens.
     """
-    if drafts:
-        return "drafts are verified several at a time"
     if jnp.dtype(dtype).itemsize > 2:
         return f"activations are in {jnp.dtype(dtype)}, and it is for 16 bits (--dtype bfloat16)"
     if model.moe is not None:

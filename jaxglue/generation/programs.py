@@ -474,13 +474,13 @@ class EnginePrograms:
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         hidden, matrix, softcap = norm(x[0]), extended_matrix(output), self._softcap
-        extended = with_low_rank(output, hidden, window.ranks)
-        products = self._multiply_head(extended, matrix)
+        read = with_low_rank(output, hidden, window.ranks)
+        products = self._multiply_head(read, matrix)
         logits, positions = cap_logits(products, softcap), sequences.positions + 1
         counts = sequences.counts and jax.tree.map(lambda rows: rows[window.slots], sequences.counts)
         sampled = sample(logits, window.controls, positions, counts, features, masks)
         if self.exact:
-            log_probs = trained_log_probs(extended, matrix, products, sampled.tokens, softcap=softcap)
+            log_probs = trained_log_probs(read, matrix, products, sampled.tokens, softcap=softcap)
             sampled = with_trained(sampled, log_probs, window.controls, features)
         tokens, was_live = sampled.tokens, sequences.live
         live = was_live & sampled.finite & (tokens[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.images import ImageRules
 from jaxglue.data.messages import Chat
 from jaxglue.data.prepare import read_vision
-from jaxglue.data.template import ChatTemplate, plain_pieces
+from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.engine import Engine
 from jaxglue.models.parameters import Params
 from jaxglue.vision.images import ImageSource
 from jaxglue.vision.records import record_image
-from jaxglue.vision.rows import Image, PromptImages, feature_keys
+from jaxglue.vision.rows import Image, PromptImages
 
 _LOCK = Lock()
 _MOST_PIXELS = 2**25
@@ -57,32 +57,13 @@ class Sight:
         """
         if not sources:
             return Prompt(template.encode(text))
-        processor = self.rules.processor
         images = [self._read(source, number) for number, source in enumerate(sources, 1)]
-        grids = [image.grid for image in images]
-        pieces = self.rules.expand([(piece, False) for piece in plain_pieces(text)], grids)
-        tokens = template.encode_pieces([piece for piece, _ in pieces])
-        places = np.flatnonzero(np.array(tokens) == self.rules.tokens[0]).astype(np.int32)
-        counts = [processor.tokens(grid) for grid in grids]
-        if len(places) != sum(counts):
-            raise ValueError("the prompt names tokens of images by itself: take them out of the text")
+        tokens, places = self.rules.encode(template, text, [image.grid for image in images])
+        processor = self.rules.processor
         if processor.stand_in is not None:
             for place in places.tolist():
                 tokens[place] = processor.stand_in
-        firsts = np.cumsum([0, *counts[:-1]])
-        return Prompt(
-            tokens,
-            PromptImages(
-                features=np.concatenate([self._features(image) for image in images]),
-                places=places,
-                keys=feature_keys(images, processor),
-                images=tuple((int(places[first]), grid) for first, grid in zip(firsts, grids, strict=True)),
-                counts=tuple(counts),
-                merge=processor.merge,
-                has_positions=self.rules.positions,
-                spans=processor.spans,
-            ),
-        )
+        return Prompt(tokens, PromptImages.of(images, places, self._features, processor))
 
     def _read(self, source: ImageSource, number: int) -> Image:
         record = record_image(source, self.rules.processor, number, _MOST_PIXELS)

@@ -54,6 +54,7 @@ from jaxglue.models.family import find_family
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import PATHS
 from jaxglue.models.parameters import abstract_parameters, quantized_names
+from jaxglue.models.tower_config import TowerConfig
 from jaxglue.models.wrapper import text_config, with_text
 from jaxglue.ops.choices import SERVED, Quantize, Storage, served_storage
 from jaxglue.ops.projection.dora import magnitude_gain
@@ -193,12 +194,21 @@ class MergedTensors:
         base: the model folder.
         folder: of the adapter.
         storage: as in `export_adapter`.
+        vision: shape of the base's tower, whose tensors are then the model's; by default only those that an adapter
+            trained.
 
     Raises:
         ValueError: an adapter of another model, or bad folders.
     """
 
-    def __init__(self, base: Path, folder: Path | None = None, storage: Quantize | None = None):
+    def __init__(
+        self,
+        base: Path,
+        folder: Path | None = None,
+        storage: Quantize | None = None,
+        *,
+        vision: TowerConfig | None = None,
+    ):
         warn_of_adapter_inside(base, folder)
         self._holding = Lock()
         self._files = files = open_checkpoint(base).mapped()
@@ -206,8 +216,9 @@ class MergedTensors:
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored(loaded.labels) if loaded and loaded.scores else own
         own = loaded.merged(own) if loaded else own
-        if loaded and loaded.beside_text:
-            own = loaded.seeing(with_vision(own, read_config(base)))
+        if vision is not None or (loaded and loaded.beside_text):
+            own = with_vision(own, read_config(base)) if vision is None else vision.within(own)
+            own = loaded.seeing(own) if loaded else own
             files.take(abstract_parameters(abstract_model(own)))
         self._projector = {} if loaded is None else {n: x for n, x in loaded.beside_text.items() if not is_adapter(n)}
         if not own.tie_word_embeddings and not own.scores:

@@ -104,8 +104,12 @@ def bounds(segments: PackedSegments, window: int | None) -> PackedSegments:
         stops = jnp.minimum(stops, jnp.arange(stops.shape[1], dtype=jnp.int32) + window)
     ends = jnp.take_along_axis(before, stops, axis=1)
     # A tile of queries passes all keys up to its last one's own; padding's would be far behind.
-    last = jnp.where(segments.segment_ids > 0, split.rows, 0).max(axis=1, keepdims=True)
-    changes: dict[str, Any] = {"own_keys": jnp.minimum(split.rows, last), "first_queries": before[:, :-1]}
+    own_keys, first_queries = split.rows, before[:, :-1]
+    if segments.own_keys is not None and segments.first_queries is not None:  # inside of images
+        own_keys = segments.own_keys
+        first_queries = jnp.take_along_axis(before, segments.first_queries, axis=1)
+    last = jnp.where(segments.segment_ids > 0, own_keys, 0).max(axis=1, keepdims=True)
+    changes: dict[str, Any] = {"own_keys": jnp.minimum(own_keys, last), "first_queries": first_queries}
     changes["key_positions"] = split.positions
     return replace(segments, starts=starts, ends=ends, split=None, **changes)
 

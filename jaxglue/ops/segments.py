@@ -127,7 +127,7 @@ def as_kernels_read(segments: PackedSegments, window: int | None) -> tuple[Packe
     """Return the metadata as attention's kernels read it, and the window that they still have to compare."""
     if segments.bidirectional:
         return both_ways(segments, window), None
-    if segments.own_keys is not None:
+    if segments.own_keys is not None and segments.split is None:  # else `row_split.bounds` knows whole rows
         return within_window(segments, window)
     return segments, window
 

@@ -6,12 +6,15 @@ import jax.numpy as jnp
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.tower_config import TowerConfig
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import Gpu
 
 _ROW = 8192
 """Patches of a row of images that a frozen tower takes at once."""
-_MATMUL, _ATTENTION = 0.7, 0.35
-"""Assumed rates of a tower's matmuls and of its attention, in those of a decoder layer's matmuls: not measured."""
+_HEADS = 64, 128, 256
+"""Sizes of heads that attention's tiles have."""
+_BYTES = 2
+"""Of an activation."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,16 @@ class TowerCost:
         return linear + 2.0 * self.tokens * joined * (joined + D), 4.0 * L * P * P * W
 
     def seconds(self, gpu: Gpu) -> float:
-        """Return the time of an image, about."""
+        """Return the time of an image, by the rates of a text's layers: matmuls, attention, and bytes between them."""
+        tower, P = self.tower, self.patches
         linear, attention = self.flops
-        return linear / (_MATMUL * gpu.matmul) + attention / (_ATTENTION * gpu.matmul)
+        tile = next((size for size in _HEADS if tower.head_dim <= size), _HEADS[-1])
+        rate = fitted.ATTENTION["short", tile].forward
+        # Dimensions that fill a tile of heads cost as others do; every patch sees all of its image.
+        attended = attention * (tile / tower.head_dim) * (1 + rate.waste / P) / (rate.share * gpu.matmul)
+        # Of a block: two norms, two sums with their input, turned queries and keys, and the hidden layer's activation.
+        moved = P * (14 * tower.width + (1 + len(tower.names.up)) * tower.intermediate) * _BYTES
+        return linear / gpu.matmul + attended + tower.layers * moved / gpu.copy
 
     def feature_bytes(self, dtype) -> int:
         """Return the bytes of the image's features."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxglue.generation.config import Drafts
+from jaxglue.generation.config import Drafts, is_number
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
 from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synonyms
@@ -67,9 +67,6 @@ class RolloutConfig(Config):
     """The most episodes under way at once; by default all of a generation."""
     max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """The most answers that are written at once; by default as many as memory holds."""
-    drafts: Annotated[Drafts, Synonyms(**{"0": "off"})] = "off"
-    """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
-    as many as save time, by the answers under way and how many drafts they accept."""
     exact_sampling: Annotated[
         Literal["auto", "on", "off"],
         Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),
@@ -77,11 +74,17 @@ class RolloutConfig(Config):
         Excludes("temperature", "kernels of the loss are for 1", lambda temperature: temperature != 1, when=_is_on),
         Excludes("dropout", "sampling drops no inputs", bool, when=_is_on),
         Excludes("quantize", "it is for weights of 16 or 32 bits", lambda storage: storage != "none", when=_is_on),
-        Excludes("drafts", "drafts are verified several at a time", lambda drafts: drafts != "off", when=_is_on),
         Excludes("attention", "it has an attention of its own", when=_is_on),
     ] = "auto"
     """Sample with the very bits of training, whatever is decoded together: log-probabilities of sampling are then those
     of the loss, and ratios of the first update are 1. auto is off until rates of GPUs are known."""
+    drafts: Annotated[
+        Drafts,
+        Synonyms(**{"0": "off"}),
+        Excludes("exact_sampling", "drafts are verified several at a time", _is_on, when=is_number),
+    ] = "off"
+    """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
+    as many as save time, by the answers under way and how many drafts they accept."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

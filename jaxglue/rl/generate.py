@@ -16,7 +16,7 @@ from jaxglue.rl.conversation import ConversationTemplate
 from jaxglue.rl.episodes import Environment, EpisodeJournal, Episodes
 from jaxglue.rl.pack import Group, groups_of, of_samples, unpack
 from jaxglue.rl.plan import RolloutPlan
-from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.prompts import Prompt, PromptDataset, PromptImage
 from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
@@ -31,8 +31,14 @@ _MOST_ROUNDS = 10
 class Policy(Protocol):
     """The model in training."""
 
-    def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
-        """Return answers by the present weights, with their texts."""
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        count: int,
+        images: Sequence[Sequence[PromptImage]],
+    ) -> list[list[Sample]]:
+        """Return answers by the present weights, with their texts, to prompts with these images."""
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
@@ -109,7 +115,7 @@ def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs:
     rows, numbers = plan.rows(position), list(range(position, position + plan.prompts))
     prompts = [plan.dataset.prompts[row] for row in rows]
     if np.random.default_rng([plan.seed, position]).random() < plan.config.lmbda:
-        samples = sample(plan, writer, prompts, numbers)
+        samples = sample(plan, writer, plan.dataset, prompts, numbers)
     else:
         samples = [[_row_answer(prompt, writer.tokenizer)] for prompt in prompts]
     passes = _begin_passes(plan, writer.policy, prompts, samples) if with_log_probs else None
@@ -130,20 +136,24 @@ def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
     assert plan.held_out is not None
     prompts = list(plan.held_out.prompts)
     rows, numbers = list(range(len(prompts))), list(range(_HELD_OUT, _HELD_OUT + len(prompts)))
-    samples = sample(plan, writer, prompts, numbers)
+    samples = sample(plan, writer, plan.held_out, prompts, numbers)
     rewards = judge(plan, prompts, samples)
     return Generation(
         rows=rows, numbers=numbers, following=0, prompts=prompts, samples=samples, rewards=rewards, sampled=len(prompts)
     )
 
 
-def sample(plan: RolloutPlan, writer: Writer, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[list[Sample]]:
-    """Return the model's answers to prompts with these numbers in the run, continued by the environment.
+def sample(
+    plan: RolloutPlan, writer: Writer, dataset: PromptDataset, prompts: Sequence[Prompt], numbers: Sequence[int]
+) -> list[list[Sample]]:
+    """Return the model's answers to prompts of a data set, continued by the environment.
 
-    The log-probabilities of exact sampling are those of training under the same weights.
+    Numbers are the prompts' in the run. The log-probabilities of exact sampling are those of training under the same
+    weights.
     """
     if writer.environment is None:
-        groups = writer.policy.sample([prompt.tokens for prompt in prompts], numbers, plan.answers)
+        tokens, images = [prompt.tokens for prompt in prompts], [dataset.images_of(prompt) for prompt in prompts]
+        groups = writer.policy.sample(tokens, numbers, plan.answers, images)
         if plan.tile is None or not plan.objective.needs_old(plan.window):
             return groups
         return [[answer._replace(old=answer.log_probs) for answer in group] for group in groups]

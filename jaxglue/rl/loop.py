@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.iterator import Step, check_run
+from jaxglue.data.iterator import See, Step, check_run, seen
 from jaxglue.objectives.rollouts import StepCounts
 from jaxglue.rl.advantages import (
     Advantages,
@@ -30,6 +30,7 @@ from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_tea
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.record import Generation, RolloutFolder
+from jaxglue.vision.rows import RowImages
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class RolloutSteps(Iterator[Step]):
         """Optimizer steps in which as many prompts are answered as there are."""
         self.max_segments = plan.most_rows
         """Segment slots of every batch."""
+        self.see: See = RowImages.with_patches
+        """See `BatchIterator.see`."""
         self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests)
         self._writer: Writer | None = None
         self._window: deque[Step] = deque()
@@ -85,7 +88,7 @@ class RolloutSteps(Iterator[Step]):
         step, taken = self._window.popleft(), self.state.taken + 1
         last = LoopState(self._following, self.state.step + taken)
         self.state = self.state._replace(taken=taken) if self._window else last
-        return step
+        return seen(step, self.see)
 
     def _fill(self, generation: Generation | None) -> None:
         """Make the steps on the next answers, or on those that were kept for them."""
@@ -179,10 +182,10 @@ def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advant
 
 def _with_teacher(plan: RolloutPlan, policy: Policy, groups: Sequence[Group], prompts: Sequence[Prompt]) -> list[Group]:
     """Return groups with the teacher's hidden states of their answers, after its own prompts where it has some."""
-    asked = [Group(p.teacher or group.prompt, group.answers) for p, group in zip(prompts, groups, strict=True)]
+    asked = [group._replace(prompt=p.teacher or group.prompt) for p, group in zip(prompts, groups, strict=True)]
     packed = plan.pack(asked)
     hidden = iter(unpack(packed, [policy.teacher_hidden(batch) for batch, _ in packed]))
-    return [Group(g.prompt, [replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]
+    return [g._replace(answers=[replace(answer, teacher=next(hidden)) for answer in g.answers]) for g in groups]
 
 
 def _make_step(plan: RolloutPlan, policy: Policy, groups: Sequence[Group]) -> Step:

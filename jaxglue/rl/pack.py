@@ -1,6 +1,6 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
+from jaxglue.data.images import DocumentPart, ImageReader
 from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, aligned, copy_beginnings, pack_forks, pack_segments, segment_bucket
@@ -54,6 +55,8 @@ class Group(NamedTuple):
 
     prompt: Sequence[int]
     answers: Sequence[TrainedAnswer]
+    document: int = 0
+    """Place of the prompt in its data set, which has its images."""
 
     @property
     def length(self) -> int:
@@ -91,7 +94,7 @@ def groups_of(
                 answers.append(
                     _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
                 )
-        groups.append(Group(shared, answers))
+        groups.append(Group(shared, answers, prompt.document))
     return groups
 
 
@@ -158,6 +161,7 @@ def pack_groups(
     slots: int,
     shared: bool = True,
     copies: bool = False,
+    reader: ImageReader | None = None,
     tile: int = 1,
 ) -> list[Packed]:
     """Pack groups into micro-batches of one shape; a group longer than a row repeats its prompt in further ones.
@@ -169,6 +173,7 @@ def pack_groups(
         slots: the most answers of all groups; batches with equal slots share programs.
         shared: a row holds a prompt once; else each answer has a copy.
         copies: rows with shared prompts say where operations that follow one continuation find copies.
+        reader: of the prompts' images; None of data without any.
         tile: tokens at whose multiples shared prompts and answers begin.
 
     Raises:
@@ -176,7 +181,7 @@ def pack_groups(
     """
     rows = _rows(groups, seq_len, shared, tile)
     rows += [[] for _ in range(-len(rows) % batch_size)]
-    packed = [_pack(part, seq_len, segment_bucket(slots), shared, tile) for part in batched(rows, batch_size)]
+    packed = [_pack(part, seq_len, segment_bucket(slots), shared, reader, tile) for part in batched(rows, batch_size)]
     if not copies:
         return packed
     return [Packed(replace(b, segments=copy_beginnings(b.segments)), numbers) for b, numbers in packed]
@@ -214,7 +219,8 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool, tile: int) -> lis
     rows: list[list[tuple[Group, range]]] = []
     rooms: list[int] = []
     number = 0
-    for prompt, answers in groups:
+    for group in groups:
+        prompt, answers = group.prompt, group.answers
         end = number + len(answers)
         while number < end:
             waiting = answers[len(answers) - (end - number) :]
@@ -235,7 +241,7 @@ def _rows(groups: Sequence[Group], seq_len: int, shared: bool, tile: int) -> lis
                 rows.append([])
                 rooms.append(seq_len)
             count = int(np.searchsorted(sizes, rooms[row], side="right"))
-            rows[row].append((Group(prompt, waiting[:count]), range(number, number + count)))
+            rows[row].append((group._replace(answers=waiting[:count]), range(number, number + count)))
             rooms[row] -= int(sizes[count - 1])
             number += count
     return rows
@@ -245,7 +251,14 @@ def _rounded(tile: int) -> str:
     return "" if tile == 1 else f", each rounded up to a multiple of {tile} for --exact-sampling,"
 
 
-def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: int, shared: bool, tile: int) -> Packed:
+def _pack(
+    rows: Sequence[Sequence[tuple[Group, range]]],
+    seq_len: int,
+    slots: int,
+    shared: bool,
+    reader: ImageReader | None,
+    tile: int,
+) -> Packed:
     forks = [[(len(g.prompt) - 1, *(len(answer.tokens) for answer in g.answers)) for g, _ in row] for row in rows]
     examples = {
         name: value
@@ -260,7 +273,8 @@ def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: in
     owners, advantages = np.full(shape, slots, np.int32), np.zeros((len(rows), slots), np.float32)
     for b, row in enumerate(rows):
         begin = slot = 0
-        for (prompt, answers), _ in row:
+        for group, _ in row:
+            prompt, answers = group.prompt, group.answers
             before = len(prompt) - 1
             tokens[b, begin : begin + before] = prompt[:-1]
             begin += aligned(before, tile)
@@ -279,11 +293,26 @@ def _pack(rows: Sequence[Sequence[tuple[Group, range]]], seq_len: int, slots: in
     else:
         kind = BatchKind(long=False, slots=slots)
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
+    images = None
+    if reader is not None:
+        parts = [[part for group, _ in row for part in _parts(group, shared)] for row in rows]
+        images = reader.rows(tokens, parts, max(reader.count(row) for row in parts))
     batch = Batch(
         tokens=tokens,  # type: ignore[arg-type]
         targets=targets,  # type: ignore[arg-type]
         loss_weights=counted,  # type: ignore[arg-type]
         rollouts=rollouts,
         segments=segments,
+        images=images,
     )
     return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])
+
+
+def _parts(group: Group, shared: bool) -> Iterator[DocumentPart]:
+    """Yield the parts of a group in a row, whose images are in the prompt alone."""
+    prompt = len(group.prompt)
+    if shared:
+        yield DocumentPart(group.document, 0, prompt - 1, prompt, group.prompt)
+    for answer in group.answers:
+        end = prompt - 1 + len(answer.tokens)
+        yield DocumentPart(group.document, prompt - 1 if shared else 0, end, prompt, group.prompt)

@@ -98,6 +98,7 @@ class RolloutPlan:
             slots=self.most_rows,
             shared=self.shared,
             copies=self.copies,
+            reader=self.dataset.reader,
             tile=self.tile or 1,
         )
 

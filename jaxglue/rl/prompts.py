@@ -2,19 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.files import Row
-from jaxglue.data.formats import refuse_media, with_system
+from jaxglue.data.formats import IMAGE_COLUMNS, UNSEEN, refuse_media, row_images, with_system
+from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
 from jaxglue.data.pieces import PieceTokenizer
@@ -24,6 +25,9 @@ from jaxglue.data.template import ChatTemplate, adopt
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.ops.segments import aligned
+from jaxglue.vision.processor import Grid
+from jaxglue.vision.records import ImageRecord, ImageRecords
+from jaxglue.vision.rows import Image
 
 Content = str | list[dict[str, Any]]
 """A text to continue, or a conversation to answer."""
@@ -40,7 +44,7 @@ class Prompt(NamedTuple):
     content: Content
     tokens: list[int]
     columns: Mapping[str, Any]
-    """The row's other columns."""
+    """The row's other columns, but for its images."""
     given: list[int] | None = None
     """Tokens of the row's own answer, where it has one."""
     teacher: list[int] | None = None
@@ -49,6 +53,18 @@ class Prompt(NamedTuple):
     """Tools of the row and of its environment, which its template is given."""
     asked: bool = True
     """The row has a prompt; else its environment makes it."""
+    records: tuple[ImageRecord, ...] = ()
+    """Its images, in the order of their tokens."""
+    document: int = 0
+    """Its place in its data set."""
+
+
+class PromptImage(NamedTuple):
+    """An image of a prompt."""
+
+    image: Image
+    places: Int32[np.ndarray, " I"]
+    """Token of each of its features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +80,22 @@ class PromptDataset(TokenDataset):
         """Return the lengths of prompts with the longest answers, for which memory is planned."""
         return self.lengths + self.answer
 
+    def images_of(self, prompt: Prompt) -> list[PromptImage]:
+        """Return the images of a prompt, which are read here."""
+        if self.reader is None or not prompt.records:
+            return []
+        images = self.reader.images_of(prompt.document)
+        places = np.flatnonzero(np.array(prompt.tokens) == self.reader.rules.tokens[0]).astype(np.int32)
+        ends = np.cumsum([self.reader.rules.processor.tokens(image.grid) for image in images])
+        return [PromptImage(*pair) for pair in zip(images, np.split(places, ends[:-1]), strict=True)]
+
     @cached_property
     def fingerprint(self) -> str:
-        """Hash tokens and columns, and the rows' answers where they are trained on."""
+        """Hash tokens and columns, images, and the rows' answers where they are trained on."""
         digest = self._tokens_digest
         digest.update(json.dumps([prompt.columns for prompt in self.prompts], sort_keys=True, default=str).encode())
+        if self.store.images is not None:
+            digest.update(np.ascontiguousarray(self.store.images.digests).data)
         if any(prompt.given for prompt in self.prompts):
             digest.update(json.dumps([prompt.given for prompt in self.prompts]).encode())
         return digest.hexdigest()
@@ -89,6 +116,7 @@ def read_prompts(
     held_out: bool = False,
     answered: bool = True,
     tools: ToolsOfRow | None = None,
+    images: Callable[[Source], ImageRules] | None = None,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
@@ -103,19 +131,26 @@ def read_prompts(
         answered: keep the rows' own answers.
         tools: returns the schemas of the tools that the environment of a row with these columns has; rows may have no
             prompt then.
+        images: returns the rules for images of a source's rows; None for a model that sees none.
 
     Raises:
-        ValueError: no row, one without a prompt, or a prompt that leaves no room for the answer, by file and line.
+        ValueError: no row, one without a prompt, images that cannot be read or seen, or a prompt that leaves no room
+            for the answer, by file and line.
     """
     adopt(tokenizer, config)
-    encoder, prompts = _Encoder(tokenizer, config.system, teacher_system, tools), list[Prompt]()
+    prompts, rules = list[Prompt](), None
     sources, named = (config.eval_sources, config.eval_data) if held_out else (config.sources, config.data)
-    for row in (row for source in sources for row in read_rows(source)):
+    encoder = _Encoder(tokenizer, config.system, teacher_system, tools)
+    for source, row in ((each, row) for each in sources for row in read_rows(each)):
+        encoder.rules = rules = None if images is None else images(source)
         prompt = encoder.encode(row)
         longest = max(len(prompt.tokens), len(prompt.teacher or ()))
         room = max(longest + answer, aligned(longest - 1, tile) + aligned(answer, tile))
         if room <= limit:
             prompts.append(prompt._replace(given=prompt.given[:answer] if answered and prompt.given else None))
+        if longest + answer <= limit:
+            given = prompt.given[:answer] if answered and prompt.given else None
+            prompts.append(prompt._replace(given=given, document=len(prompts)))
         elif config.overlong != "drop":
             raise ValueError(
                 f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
@@ -132,7 +167,14 @@ def read_prompts(
         "max_token": int(tokens.max()),
     }
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    store = TokenStore(tokens=tokens, mask=np.zeros(len(tokens), np.uint8), offsets=offsets, info=info)
+    records = ImageRecords.of([prompt.records for prompt in prompts])
+    store = TokenStore(
+        tokens=tokens,
+        mask=np.zeros(len(tokens), np.uint8),
+        offsets=offsets,
+        info=info,
+        images=records if len(records) else None,
+    )
     return PromptDataset(
         store=store,
         documents=np.arange(len(prompts)),
@@ -140,6 +182,7 @@ def read_prompts(
         targets=np.zeros_like(lengths),
         prompts=tuple(prompts),
         answer=answer,
+        reader=None if rules is None or store.images is None else ImageReader(rules=rules, store=store),
     )
 
 
@@ -153,6 +196,8 @@ class _Encoder:
         teacher_system: str | None,
         tools: "ToolsOfRow | None" = None,
     ):
+        self.rules: ImageRules | None = None
+        """Rules for the images of a row; None refuses them."""
         self._tools = tools
         self._tokenizer, self._system, self._teacher_system = tokenizer, system, teacher_system
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
@@ -162,10 +207,13 @@ class _Encoder:
     def encode(self, row: Row) -> Prompt:
         try:
             content, chat, columns = self._read(row.value)
-            tokens = self._tokens(content, chat)
-            given, teacher = self._given(row.value, chat, tokens), self._teacher(chat, columns)
+            records = () if chat is None or self.rules is None else tuple(self.rules.record(chat))
+            grids = [record.grid for record in records]
+            tokens = self._tokens(content, chat, grids)
+            given = self._given(row.value, chat, tokens, grids)
+            teacher = self._teacher(chat, columns, grids)
             asked = any(row.value.get(key) for key in _KEYS)
-            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools, asked)
+            return Prompt(row.origin, content, tokens, columns, given, teacher, chat and chat.tools, asked, records)
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
@@ -173,26 +221,45 @@ class _Encoder:
         key = next((key for key in _KEYS if row.get(key)), None)
         if key is None and self._tools is None:
             raise ValueError(f"a prompt needs one of {', '.join(_KEYS)}; the row's keys are {listed(row)}")
-        refuse_media(row)
-        columns = {name: value for name, value in row.items() if name not in (key, "tools", "system")}
+        media = [] if self.rules is None else row_images(row)
+        if self.rules is None:
+            refuse_media(row)
+        else:
+            refuse_media(row, UNSEEN)
+        unread = (key, "tools", "system", *(IMAGE_COLUMNS if media else ()))
+        columns = {name: value for name, value in row.items() if name not in unread}
         if key == "prompt" and isinstance(row[key], str):
-            if unread := next((name for name in ("system", "tools") if row.get(name)), None):
-                raise ValueError(f"{unread!r} is for a chat, and the prompt is a text: write the row as 'messages'")
+            if other := next((name for name in ("system", "tools") if row.get(name)), None):
+                raise ValueError(f"{other!r} is for a chat, and the prompt is a text: write the row as 'messages'")
+            if media:
+                raise ValueError("images need a chat, and the prompt is a text: write the row as 'messages'")
             require_unicode(row[key])
             return row[key], None, columns
         asked = {"role": "user", "content": row[key] if key else ""}
         messages = [asked] if key in (None, "question") else row[key]
-        chat = read_chat(messages, row.get("tools"), key or "prompt")
+        chat = read_chat(messages, row.get("tools"), key or "prompt", sees=self.rules is not None)
         if self._tools is not None:
             chat = chat._replace(tools=[*(chat.tools or ()), *self._tools(columns)] or None)
         if _is_answered(chat.messages):
-            chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1])
+            chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1], chat.images)
+        if self.rules is not None:
+            chat = self.rules.attach(chat, media)
+        if chat.images and self._tools is not None:
+            raise ValueError("images in prompts of an --environment are not read yet: leave out such rows")
         completed = with_system(chat, row)
         assert isinstance(completed, Chat)
         chat = completed.with_system(self._system) if self._system else completed
         return chat.messages, chat, columns
 
-    def _tokens(self, content: Content, chat: Chat | None) -> list[int]:
+    def _encode(self, text: str, grids: Sequence[Grid]) -> list[int]:
+        """Return the tokens of a rendering with images of these patches."""
+        assert self._template is not None
+        if not grids:
+            return self._template.encode(text)
+        assert self.rules is not None
+        return self.rules.encode(self._template, text, grids)[0]
+
+    def _tokens(self, content: Content, chat: Chat | None, grids: Sequence[Grid] = ()) -> list[int]:
         if chat is None:
             assert isinstance(content, str)
             return encode_beginning(self._tokenizer, content)
@@ -203,9 +270,11 @@ class _Encoder:
             text = self._template.render_prompt(messages, tools)
             self._check(messages, tools, text)
         require_unicode(text)
-        return self._template.encode(text)
+        return self._encode(text, grids)
 
-    def _given(self, row: dict[str, Any], chat: Chat | None, prompt: list[int]) -> list[int] | None:
+    def _given(
+        self, row: dict[str, Any], chat: Chat | None, prompt: list[int], grids: Sequence[Grid]
+    ) -> list[int] | None:
         """Return the tokens of supervised data's answer; None where there is none after the prompt's tokens."""
         completion = row.get("completion")
         if chat is None:
@@ -218,7 +287,7 @@ class _Encoder:
         last = read_chat(completion, None, "completion").messages[-1] if isinstance(completion, list) else None
         for key in ("messages", "conversations"):
             if last is None and isinstance(row.get(key), list):
-                messages = read_chat(row[key], None, key).messages
+                messages = read_chat(row[key], None, key, sees=self.rules is not None).messages
                 last = messages[-1] if _is_answered(messages) else None
         if last is None or self._template is None:
             return None
@@ -228,10 +297,10 @@ class _Encoder:
                 text, spans = self._template.render_with_spans(messages, tools)
             except ValueError:  # the answer cannot be told from what precedes it
                 return None
-        whole = self._template.encode(text[: spans[-1][1]])  # white space after the end of a turn is never generated
+        whole = self._encode(text[: spans[-1][1]], grids)  # white space after the end of a turn is never generated
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
 
-    def _teacher(self, chat: Chat | None, columns: Mapping[str, Any]) -> list[int] | None:
+    def _teacher(self, chat: Chat | None, columns: Mapping[str, Any], grids: Sequence[Grid]) -> list[int] | None:
         if self._teacher_system is None:
             return None
         if chat is None:
@@ -248,7 +317,7 @@ class _Encoder:
             ) from None
         messages = chat.messages[1:] if chat.messages[0]["role"] == "system" else chat.messages
         messages = [{"role": "system", "content": system}, *messages]
-        return self._tokens("", Chat(messages, chat.tools, [None] * len(messages)))
+        return self._tokens("", Chat(messages, chat.tools, [None] * len(messages)), grids)
 
 
 def _is_answered(messages: list[dict[str, Any]]) -> bool:

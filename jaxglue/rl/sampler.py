@@ -19,10 +19,14 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.turns import TurnSource, decode_turns
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import one_device_each
+from jaxglue.vision.rows import PromptImages
 
 _log = logging.getLogger(__name__)
 _MANY_STEPS = 1024
 """Decode steps of a run from which a program of all layers, which takes longer to compile, pays."""
+_LESS, _LEAST = 0.7, 0.3
+"""Part of the memory that the next plan of the cache may take, after one with which programs had too little, and the
+least part of all to plan with."""
 
 _Trees = tuple[Params, Params]
 """Trainable and frozen parameters."""
@@ -155,6 +159,9 @@ class Sampler:
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
         self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
+        self._free: float | None = None
+        """Bytes beside the weights, as the first plan found them."""
+        self._share, self._fits = 1.0, False
 
     def _answer(self, trees: _Trees, requests: Sequence[Request], count: int) -> list[list[Sample]]:
         """Return the answers to each request."""
@@ -183,27 +190,52 @@ class Sampler:
         if self._plan is None:
             devices = [_device_of(copy) for copy in copies]
             typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
-            free = min(free_bytes(device=device) for device in devices)
+            if self._free is None:
+                self._free = min(free_bytes(device=device) for device in devices)
+            free = self._share * self._free
             options: dict[str, Any] = {} if self._slots is None else {"slots": -(-self._slots // len(devices))}
             self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free, **options)
             _log.info("sampling: %s", self._plan)
         return self._plan
 
     def __call__(
-        self, trainable: Params, frozen: Params, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int
+        self,
+        trainable: Params,
+        frozen: Params,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[PromptImages | None],
+        indices: Sequence[int],
+        count: int,
     ) -> list[list[Sample]]:
         """Return `count` answers to each prompt.
 
         Args:
             trainable, frozen: parameters, as they are in training.
             prompts: tokens.
+            images: of each prompt, or None.
             indices: of the prompts in the run, which alone decide on random numbers beside the seed.
             count: answers to each.
         """
-        self._planned(copies_of((trainable, frozen)), count)
-        pairs = zip(prompts, indices, strict=True)
-        requests = [Request(prompt, self._sampling, index, n=count) for prompt, index in pairs]
+        asked = zip(prompts, indices, images, strict=True)
+        requests = [Request(prompt, self._sampling, index, n=count, images=seen) for prompt, index, seen in asked]
+        while not self._fits:
+            plan = self._planned(copies_of((trainable, frozen)), count)
+            try:
+                answers = self._divided((trainable, frozen), requests, count)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error) or self._share * _LESS < _LEAST:
+                    raise
+                self._plan_less(plan, str(error))
+            else:
+                self._fits = True
+                return answers
         return self._divided((trainable, frozen), requests, count)
+
+    def _plan_less(self, plan: CachePlan, message: str) -> None:
+        """Let the next plan of the cache take less, as its programs asked for more than was left beside this one."""
+        self._share, self._plan = self._share * _LESS, None
+        first, used = message.splitlines()[0], f"{self._share:.0%}"
+        _log.warning("sampling %s ran out of memory: it is planned again with %s of it (%s)", plan, used, first)
 
     def converse(
         self, trainable: Params, frozen: Params, sources: Callable[[int], Sequence[TurnSource]], count: int

@@ -170,7 +170,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-_OF_ROWS = frozenset({"cu_seqlens", "units", "order", "places", "stops", "advantages", "mean_weight"})
+_OF_ROWS = frozenset(
+    {
+        *("cu_seqlens", "units", "order", "places", "stops", "advantages", "mean_weight"),
+        *("first_queries", "features"),
+    }
+)
 """Fields of batches that every device along `context` has whole."""
 
 
@@ -188,7 +193,7 @@ def batch_specs(batches: Any, axes: Sequence[str]) -> Any:
 
     def spec(path, _):
         names = fields(path)
-        of_rows = names[-1] in _OF_ROWS or names[-2:] == ["split", "positions"]
+        of_rows = names[-1] in _OF_ROWS or names[-2:] == ["split", "positions"] or "patches" in names
         of_units = (compares and names[-1] == "columns") or ("answers" in names and names[-1] != "owners")
         return rows if of_rows or of_units else tokens
 
@@ -197,10 +202,9 @@ def batch_specs(batches: Any, axes: Sequence[str]) -> Any:
 
 def place_batch(batches: Any, mesh: Mesh | None) -> Any:
     """Copy batches, numpy arrays [B, …] of this process's rows, to their devices; split rows where the mesh does."""
-    if mesh is None:
-        return jax.device_put(batches)
-    if (parts := mesh.shape.get(CONTEXT, 1)) == 1:
-        return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
+    parts = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
+    if mesh is None or parts == 1:
+        return place_rows(batches, mesh)
     batches = jax.tree.map(
         lambda batch: batch.split(parts), batches, is_leaf=lambda part: not isinstance(part, tuple | list)
     )
@@ -212,6 +216,13 @@ def place_batch(batches: Any, mesh: Mesh | None) -> Any:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array, shape)
 
     return jax.tree.map(place, batches, specs)
+
+
+def place_rows(rows: Any, mesh: Mesh | None) -> Any:
+    """Copy numpy arrays [B, …] of this process's rows to their devices; those along `context` have whole ones."""
+    if mesh is None:
+        return jax.device_put(rows)
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), rows)
 
 
 def put_on_mesh(tree: Any, shardings: Any) -> Any:

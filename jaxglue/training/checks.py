@@ -76,8 +76,6 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
 def check_mesh(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, *, devices: int) -> None:
     """Raise ValueError, with the remedy, when the mesh does not fit devices, rows, objective or model."""
     mesh.check(model, batch_size=config.run.batch_size, seq_len=config.data.row_tokens, devices=devices)
-    if mesh.context > 1 and model.vision is not None:
-        raise ValueError(f"--mesh {mesh}: context cannot split rows with images: use data or fsdp instead of context")
     if mesh.context > 1 and (refused := why_rows_stay_whole(config, model)):
         raise ValueError(f"--mesh {mesh}: context cannot split rows {refused}: use data or fsdp instead of context")
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -39,7 +39,7 @@ from jaxglue.training.progress import SHOWN
 from jaxglue.training.reading import evaluate_reads
 from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
-from jaxglue.vision.images import ImageSource
+from jaxglue.vision.images import ImageSource, thumbnail
 
 _LARGEST_EXPONENT = 700.0
 """A float64 whose exponential is finite."""
@@ -352,11 +352,17 @@ class Samples:
         requests = [Request(prompt.tokens, self._sampling, images=prompt.images) for _, prompt in asked]
         found = self._engine.generate(trainable, frozen, requests, self._stops, slots=_AT_ONCE)
         answers = ((completion.number, without(completion.tokens, self._stops)) for completion in found)
-        for (prompt, _), answer in zip(asked, in_order(self._tokenizer, answers), strict=True):
+        for (prompt, _), answer, shown in zip(asked, in_order(self._tokenizer, answers), self._thumbnails, strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}")
-            lines.append({"step": step, "prompt": prompt, "answer": answer})
+            lines.append({"step": step, "prompt": prompt, "answer": answer} | ({"image": shown} if shown else {}))
         if self._path:
             _append(self._path, step, lines)
+
+    @cached_property
+    def _thumbnails(self) -> list[str]:
+        """Return the image of each prompt for the run's page; empty for none."""
+        shown = [thumbnail(ImageSource(path=str(path)).read()) for path in self._images] or [""]
+        return [each for each in shown for _ in self._prompts]
 
     def _asked(self, trainable: Params, frozen: Params) -> list[tuple[str, Prompt]]:
         """Return each prompt with its tokens, of images by the present tower: each image is shown with each prompt."""

@@ -11,9 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.images import ImageReader
+from jaxglue.data.iterator import See, seen_batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.assistant import tower_of
+from jaxglue.generation.config import Drafts, SamplingConfig
 from jaxglue.generation.draft_rule import DraftCounts
 from jaxglue.generation.drafts import load_head
 from jaxglue.generation.engine import Engine
@@ -23,10 +26,13 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.rl.prompts import PromptImage
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
-from jaxglue.training.run import Run, TeacherPlan
+from jaxglue.training.features import ImageFeatures
+from jaxglue.training.run import Run, Setup, TeacherPlan
 from jaxglue.training.step import StepParts, TrainState
+from jaxglue.vision.rows import PromptImages, RowImages
 
 
 class Teacher:
@@ -36,10 +42,20 @@ class Teacher:
         executor: of the model, which may be the one in training.
         trainable, frozen: its parameters.
         reference: its layers are those of the executor's reference model.
+        see: makes arrays of a batch's images.
     """
 
-    def __init__(self, executor: Executor, trainable: Params, frozen: Params, *, reference: bool = False):
+    def __init__(
+        self,
+        executor: Executor,
+        trainable: Params,
+        frozen: Params,
+        *,
+        reference: bool = False,
+        see: See = RowImages.with_patches,
+    ):
         self._executor, self._trees, head = executor, (trainable, frozen), executor.embed_head
+        self._see = see
         self._reference = reference
         self._norm = jax.jit(
             lambda trainable, frozen, x: head.normed_output(trainable, frozen, x)[0].reshape(*x.shape[:-1], -1)
@@ -50,7 +66,8 @@ class Teacher:
     def hidden(self, batch: Batch) -> Float[np.ndarray, "B T E"]:
         """Return hidden states after the final norm."""
         trainable, frozen = self._trees
-        x = self._executor.last_output(trainable, frozen, jax.device_put(batch), reference=self._reference)
+        batch = jax.device_put(seen_batch(batch, self._see))
+        x = self._executor.last_output(trainable, frozen, batch, reference=self._reference)
         head = self._executor.embed_head
         return np.asarray(self._norm(head.parts(trainable), head.parts(frozen), x))
 
@@ -59,13 +76,21 @@ def make_teacher(teacher: TeacherPlan, parts: StepParts, state: TrainState) -> T
     """Return the teacher: the model in training without its adapter, or another folder's; on one device."""
     assert parts.run.mesh.devices == 1
     if teacher.folder is None:
-        without = jax.tree.map(jnp.zeros_like, state.trainable)  # adapters of embedding and head
-        return Teacher(parts.executor, without, state.frozen, reference=True)
-    dtype = parts.run.dtype
-    loaded = load_model(model_path(teacher.folder), dtype=dtype, quantize=teacher.storage)
+        without = jax.tree.map(jnp.zeros_like, state.trainable)  # adapters of embedding, tower and head
+        see = parts.features or RowImages.with_patches
+        return Teacher(parts.executor, without, state.frozen, reference=True, see=see)
+    dtype, folder, readers = parts.run.dtype, model_path(teacher.folder), _readers(parts.run)
+    vision = tower_of(folder) if readers else None
+    loaded = load_model(folder, dtype=dtype, quantize=teacher.storage, vision=vision)
     graphdefs, trainable, frozen = split_model(loaded, nnx.LoRAParam)
     executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
-    return Teacher(executor, trainable, frozen)
+    if not readers or parts.features is None:  # else patches of images that the teacher knows were not read
+        return Teacher(executor, trainable, frozen)
+    return Teacher(executor, trainable, frozen, see=ImageFeatures(executor, trainable, frozen, None, readers))
+
+
+def _readers(run: Setup) -> list[ImageReader]:
+    return run.data.readers if isinstance(run, Run) else []
 
 
 class TrainedPolicy:
@@ -83,11 +108,11 @@ class TrainedPolicy:
         self.state = state
         """The present weights; who advances them sets it."""
         self._parts, self._tokenizer = parts, run.tokenizer
+        self._processor = next((reader.rules.processor for reader in run.data.readers), None)
         trees, self._head = (state.trainable, state.frozen), None
         if run.mesh.devices == 1:  # otherwise a number of drafts is refused, and auto means none
-            self._head = load_head(
-                plan.config.drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype
-            )
+            drafts: Drafts = "off" if run.workload.exact else plan.config.drafts
+            self._head = load_head(drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype)
         options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
         options["drafting"] = self._head and self._head.drafting
         self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
@@ -113,11 +138,44 @@ class TrainedPolicy:
         self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
         self._teacher = None if run.teacher is None else make_teacher(run.teacher, parts, state)
 
-    def sample(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], count: int) -> list[list[Sample]]:
-        """Return answers by the present weights, with their texts."""
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        count: int,
+        images: Sequence[Sequence[PromptImage]],
+    ) -> list[list[Sample]]:
+        """Return answers by the present weights, with their texts, to prompts with these images."""
         self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
-        groups = self._sample(*self._trees, prompts, indices, count)
+        seen: Sequence[PromptImages | None] = [None] * len(prompts)
+        if any(images):
+            prompts, seen = self._seen(prompts, images)
+        groups = self._sample(*self._trees, prompts, seen, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
+
+    def _seen(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+    ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
+        """Return prompts as the model reads them, with the features of their images by the present tower."""
+        processor = self._processor
+        assert processor is not None
+        features, pictures = dict[tuple, np.ndarray](), [each.image for own in images for each in own]
+        if self._parts.features is not None:
+            features = self._parts.features.of(pictures)
+        else:
+            trees = self.state.trainable, self.state.frozen
+            for image in {image.cache_key: image for image in pictures}.values():
+                features[image.cache_key] = self._engine.see(*trees, [image], processor)
+        read, seen = list[Sequence[int]](), list[PromptImages | None]()
+        for prompt, own in zip(prompts, images, strict=True):
+            places = np.concatenate([each.places for each in own]) if own else np.zeros(0, np.int32)
+            tokens = np.array(prompt, np.int32)
+            if processor.stand_in is not None:
+                tokens[places] = processor.stand_in
+            read.append(tokens.tolist())
+            shown = [each.image for each in own]
+            seen.append(PromptImages.of(shown, places, lambda i: features[i.cache_key], processor) if own else None)
+        return read, seen
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
@@ -143,6 +201,7 @@ class TrainedPolicy:
         They are on their way: the next batch's may be asked for meanwhile.
         """
         trainable = self._reference if reference and self._reference is not None else self.state.trainable
+        batch = seen_batch(batch, self._parts.features or RowImages.with_patches)
         placed, layers = place_batch(batch, self._parts.mesh), reference and self._reference is None
         return self._parts.executor.log_probs(trainable, self.state.frozen, placed, reference=layers)
 

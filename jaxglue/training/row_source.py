@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxglue.data.config import Columns
 from jaxglue.data.iterator import BatchIterator, EvalBatches
-from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
+from jaxglue.data.prepare import PreparedData, image_rules, prepare_data, read_vision
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
@@ -27,6 +27,7 @@ from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.workload import read_teacher
+from jaxglue.vision.processor import Processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,6 +182,7 @@ class Prompts:
     ) -> PreparedData:
         """Read the prompts, and those that are held out."""
         config, rollouts = self.config, self.config.rollouts
+        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
         read = partial(
             read_prompts,
             config.data,
@@ -189,12 +191,37 @@ class Prompts:
             limit=config.data.row_tokens,
             tile=self.tile or 1,
             tools=None if self.judge.kinds is None else self.judge.tools_of,
+            images=None if processor is None else partial(image_rules, processor, tokenizer=tokenizer),
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
+        if prompts.reader is not None:
+            self._check_images(prompts.reader.rules.processor, tokenizer)
         if self.teachers is not None:
             self.teachers.check(prompts.prompts, tokenizer)
-        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out))
+        rules = None if processor is None else image_rules(processor, config.data.sources[0], tokenizer)
+        return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out), images=rules)
+
+    def _check_images(self, processor: Processor, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Refuse a teacher that sees images otherwise, or whose tower would be the one in training."""
+        teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
+        if self.teachers is not None:
+            raise ValueError(
+                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out "
+                "rows with images, or name a folder by --teacher"
+            )
+        if teacher == "base" and self.config.model.train_vision == "projector":
+            raise ValueError(
+                "--teacher base has no projector of its own, where the projector trains as a whole: leave out "
+                "--train-vision, or name a folder as the teacher"
+            )
+        if teacher not in (None, "base"):
+            own = read_vision(model_path(teacher, weights=False), limit, tokenizer)
+            if own != processor:
+                raise ValueError(
+                    f"--teacher {teacher} makes other tokens of images than the student, or sees none: distill from a "
+                    "model of the same type, or leave out rows with images"
+                )
 
     def loss_on(self, data: PreparedData) -> str:
         """Return that answers have loss."""

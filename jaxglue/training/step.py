@@ -20,7 +20,7 @@ from jax.stages import Traced
 from jaxtyping import Array, PyTree
 
 from jaxglue.data.batch import Batch, Reads
-from jaxglue.data.iterator import BatchIterator, EvalBatches, Step
+from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.compiler import Lowering, Program, jit_exchanging, jit_step, on_devices, rounding_as_written
 from jaxglue.engine.executor import Executor, LayerExecutor, Update
 from jaxglue.engine.fixed_addresses import SmallResults
@@ -128,6 +128,8 @@ class StepParts:
     """Keeps small blocks of memory for small arrays."""
     draft: DraftSteps | None = None
     """Trains the draft head, if the run does."""
+    features: ImageFeatures | None = None
+    """Features of images by a frozen tower; None without, or where it runs in each step."""
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
         """Return a step's micro-batches on the devices, where they may be already."""
@@ -321,11 +323,13 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
     run, vision = parts.run, parts.run.model.vision
     if not isinstance(run, Run) or vision is None or not run.execution.keeps_features:
         return
-    iterators = [batches for batches in (run.batches, run.eval_batches) if batches is not None]
-    features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, run.data.readers)
-    for batches in iterators:
-        assert isinstance(batches, BatchIterator | EvalBatches)
-        batches.see = features
+    for reader in run.data.readers:
+        reader.kept.clear()
+    more = run.data.stream is not None
+    parts.features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, run.data.readers, more=more)
+    for batches in (run.batches, run.eval_batches):
+        if batches is not None:
+            batches.see = parts.features
 
 
 def restart(parts: StepParts, state: TrainState) -> TrainState:

@@ -98,11 +98,13 @@ function bars(pairs, most = 12) {
 
 const table = rows => make("table", {}, make("tbody", {}, rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map(cell => make("td", {}, cell))))));
 const card = (...children) => make("section", { class: "card" }, children);
-const content = prompt => typeof prompt === "string" ? prompt : Array.isArray(prompt) ? prompt.map(turn => `${turn.role}: ${typeof turn.content === "string" ? turn.content : JSON.stringify(turn.content)}`).join("\n") : JSON.stringify(prompt);
+/** The text of a message's content; images of its parts are named. */
+const said = value => typeof value === "string" ? value : Array.isArray(value) ? value.map(part => typeof part?.text === "string" ? part.text : `[${part?.type}]`).join("\n") : JSON.stringify(value);
+const content = prompt => typeof prompt === "string" ? prompt : Array.isArray(prompt) ? prompt.map(turn => `${turn.role}: ${said(turn.content)}`).join("\n") : JSON.stringify(prompt);
 
 /** A conversation as a thread, of messages or of one text. */
 function thread(prompt, answer) {
   const turns = Array.isArray(prompt) ? prompt : [{ role: "prompt", content: content(prompt) }];
   const rows = answer === undefined ? turns : [...turns, { role: "assistant", content: answer }];
-  return make("div", {}, rows.map(turn => make("div", { class: `turn ${turn.role === "assistant" ? "assistant" : ""}` }, make("div", { class: "dim" }, turn.role), make("pre", {}, typeof turn.content === "string" ? turn.content : JSON.stringify(turn.content)))));
+  return make("div", {}, rows.map(turn => make("div", { class: `turn ${turn.role === "assistant" ? "assistant" : ""}` }, make("div", { class: "dim" }, turn.role), make("pre", {}, said(turn.content)))));
 }

@@ -4,9 +4,11 @@ import base64
 import binascii
 import hashlib
 import io
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,10 +33,16 @@ _KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
 
 
 class ImageSource(NamedTuple):
-    """An image where a row holds it: its bytes, or the file that has them."""
+    """An image where a row holds it: its bytes, or the file that has them, perhaps inside of a zip file."""
 
     data: bytes = b""
     path: str = ""
+
+    @property
+    def file(self) -> Path:
+        """Return the file on disk: of `pictures.zip/cat.png` that of the zip file, unless a folder has this name."""
+        path = Path(self.path)
+        return next((each for each in path.parents if each.suffix.lower() == ".zip" and each.is_file()), path)
 
     def read(self) -> bytes:
         """Return the bytes.
@@ -45,13 +53,24 @@ class ImageSource(NamedTuple):
         if not self.path:
             return self.data
         try:
-            with open_regular(Path(self.path)) as file:
-                data = file.read(MAX_BYTES + 1)
+            with open_regular(self.file) as file:
+                data = self._member(file) if self.file != Path(self.path) else file.read(MAX_BYTES + 1)
         except OSError as error:
             raise ValueError(f"image {self.path}: {error.strerror or error}") from error
         if len(data) > MAX_BYTES:
             raise ValueError(f"image {self.path}: more than {MAX_BYTES:,} bytes: store it smaller")
         return data
+
+    def _member(self, file: IO[bytes]) -> bytes:
+        """Return the first bytes of a file inside of a zip file."""
+        name = Path(self.path).relative_to(self.file).as_posix()
+        try:
+            with zipfile.ZipFile(file) as archive, archive.open(name) as member:
+                return member.read(MAX_BYTES + 1)
+        except KeyError:
+            raise ValueError(f"image {self.path}: {self.file} has no {name}") from None
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+            raise ValueError(f"image {self.path}: the zip file cannot be read: {error}") from error
 
 
 def image_source(value: Any, folder: Path | None) -> ImageSource:
@@ -168,3 +187,15 @@ def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
         return image if image.mode == "RGB" else image.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, MemoryError, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {' '.join(str(error).split())[:200]}") from error
+
+
+def thumbnail(data: bytes, side: int = 96) -> str:
+    """Return a small copy of an image as a data: URL, for pages.
+
+    Raises:
+        ValueError: as `read_image`.
+    """
+    image = read_image(data)
+    image.thumbnail((side, side))
+    image.save(stored := io.BytesIO(), "JPEG", quality=80)
+    return f"{_DATA_URL}image/jpeg;base64,{base64.b64encode(stored.getvalue()).decode()}"

@@ -276,7 +276,7 @@ class SquareProcessor(Processor):
         return f"\n\n{self.begin}{self.token * self.tokens(grid)}{self.end}\n\n"
 
 
-_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+IMAGE_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -310,7 +310,7 @@ class EdgeProcessor(Processor):
     @property
     def around(self) -> tuple[str, ...]:
         """See `Processor`."""
-        return _BREAK, _END
+        return IMAGE_BREAK, _END
 
     def grid(self, height: int, width: int) -> Grid:
         """See `Processor`."""
@@ -323,7 +323,7 @@ class EdgeProcessor(Processor):
     def text(self, grid: Grid) -> str:
         """See `Processor`."""
         rows, columns = grid.rows // self.merge, grid.columns // self.merge
-        return _BREAK.join([self.token * columns] * rows) + _END
+        return IMAGE_BREAK.join([self.token * columns] * rows) + _END
 
 
 _BUDGETS = 70, 140, 280, 560, 1120
@@ -378,6 +378,18 @@ class BudgetProcessor(Processor):
         return f"{self.begin}{self.token * self.tokens(grid)}{self.end}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LargePatchProcessor(BudgetProcessor):
+    """Gemma 4 12B's: as Gemma 4's, and merged patches are read as they are."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
+        """See `BudgetProcessor`."""
+        found = super().of(settings, raw, max_tokens)
+        return replace(found, patch=found.patch * found.merge, merge=1)
+
+
 PROCESSORS.add("gemma4", BudgetProcessor)
+PROCESSORS.add("gemma4_unified", LargePatchProcessor)
 PROCESSORS.add("gemma3", SquareProcessor)
 PROCESSORS.add("mistral3", EdgeProcessor)

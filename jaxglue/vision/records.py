@@ -30,7 +30,7 @@ def record_image(source: ImageSource, processor: Processor, number: int, max_pix
         ValueError: as `ImageSource.read` and `read_image`, naming the image in its row.
     """
     try:
-        stamp = _stamp(source.path) if source.path else (0, 0)
+        stamp = _stamp(source) if source.path else (0, 0)
         data = source.read()
         grid = processor.grid(*image_size(data, max_pixels))
         read_image(data, max_pixels)
@@ -40,11 +40,11 @@ def record_image(source: ImageSource, processor: Processor, number: int, max_pix
     return ImageRecord(grid, digest_of(data), source, stamp)
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def _stamp(source: ImageSource) -> tuple[int, int]:
     try:
-        status = os.stat(path)
+        status = os.stat(source.file)
     except OSError as error:
-        raise ValueError(f"image {path}: {error.strerror or error}") from error
+        raise ValueError(f"image {source.path}: {error.strerror or error}") from error
     return status.st_size, status.st_mtime_ns
 
 
@@ -117,13 +117,13 @@ class ImageRecords:
     def changed(self) -> str | None:
         """Return an image whose file was changed or removed since it was recorded; None without one."""
         for image in np.flatnonzero(self.stamps.any(axis=1)):
-            path = self.source(int(image)).path
+            source = self.source(int(image))
             try:
-                same = _stamp(path) == tuple(self.stamps[image])
+                same = _stamp(source) == tuple(self.stamps[image])
             except ValueError:
                 same = False
             if not same:
-                return path
+                return source.path
         return None
 
     def of_document(self, document: int) -> range:

@@ -2,16 +2,17 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
 
-from jaxglue.ops.segments import BatchKind, PackedSegments, pack_segments, segment_bucket
+from jaxglue.ops.row_split import split_tokens
+from jaxglue.ops.segments import BatchKind, PackedSegments, RowSplit, pack_segments, segment_bucket
 from jaxglue.vision.processor import Grid, Processor
 
 _TILE = 128
@@ -50,6 +51,22 @@ class Images:
     """Of models whose tower runs in a step."""
     features: Float[Array, "B I D"] | None = None
     """Of models whose tower ran before."""
+
+    def split(self, split: RowSplit) -> "Images":
+        """Return the images, in numpy, of rows split over N devices, each of which has the features of whole rows."""
+        own = partial(split_tokens, order=np.asarray(split.order))
+        fields = {name: own(getattr(self, name)) for name in ("index", "positions", "own_keys")}
+        return replace(self, **fields, owners=_split_owners(np.asarray(self.owners), split))
+
+
+def _split_owners(owners: Int32[np.ndarray, "B I"], split: RowSplit) -> Any:
+    """Return the token [B, N·I] of each feature, device after device; T / N for those of other devices."""
+    places = np.asarray(split.places)
+    T, devices = places.shape[1], split.before.shape[1]
+    place = np.where(owners < T, np.take_along_axis(places, np.minimum(owners, T - 1), axis=1), -1)
+    share = T // devices
+    parts = [np.where(place // share == device, place % share, share) for device in range(devices)]
+    return np.concatenate(parts, axis=1).astype(np.int32)
 
 
 def token_positions(segments: PackedSegments, images: Images | None) -> Int32[Array, "B T *axes"]:
@@ -141,6 +158,28 @@ class PromptImages:
     """Tokens have positions by time, height and width."""
     spans: bool
     """An image's tokens see later ones of it."""
+
+    @classmethod
+    def of(
+        cls,
+        images: Sequence[Image],
+        places: Int32[np.ndarray, " I"],
+        features_of: Callable[[Image], Float[np.ndarray, "i D"]],
+        processor: Processor,
+    ) -> Self:
+        """Return the images of a prompt, whose features have these places, by the features of each."""
+        counts = [processor.tokens(image.grid) for image in images]
+        firsts = np.cumsum([0, *counts[:-1]])
+        return cls(
+            features=np.concatenate([features_of(image) for image in images]),
+            places=places,
+            keys=feature_keys(images, processor),
+            images=tuple((int(places[first]), image.grid) for first, image in zip(firsts, images, strict=True)),
+            counts=tuple(counts),
+            merge=processor.merge,
+            has_positions=processor.positions,
+            spans=processor.spans,
+        )
 
     def positions(self, total: int) -> Int32[np.ndarray, "T 3"]:
         """Return the positions of the first tokens of prompt and answer."""

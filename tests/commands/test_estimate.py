@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,21 @@ def test_explain_names_limit_runner_up_and_change_of_each_choice(estimate, tmp_p
 
 def test_nothing_is_explained_unasked(estimate):
     assert "bound by" not in estimate("--gpu", "4090")[0]
+
+
+def test_images_are_counted_with_their_features(tmp_path, capsys):
+    raw = json.loads((Path(command.__file__).parents[1] / "recipes/quickstart/seeing/config.json").read_text())
+    raw["vision_config"] |= {"patch_size": 16, "spatial_merge_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    flags = ["--model", str(tmp_path), "--gpu", "H200"]
+    flags += ["--seq-len", "1024", "--image-size"]
+    main(["estimate", *flags, "1024x512", "--image-max-tokens", "512", "--images", "3000"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1,024 × 512 pixels become 1,024 × 512: 512 tokens, 2 in a row of 1,024" in printed
+    assert re.search(r"0\.\d GB and \d+ s of the tower for 3,000 images", printed)
+    main(["estimate", *flags, "2048x1024", "--image-max-tokens", "512"])
+    smaller = " ".join(capsys.readouterr().out.split())
+    assert "2,048 × 1,024 pixels become 1,024 × 512: 512 tokens" in smaller and "for 3,000 images" not in smaller
+    with pytest.raises(SystemExit):
+        main(["estimate", *flags[:-1], "--images", "9"])
+    assert "--images needs the pixels of one: add --image-size" in capsys.readouterr().err

@@ -2,16 +2,24 @@
 
 import base64
 import json
+import zipfile
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from jaxglue.data.config import AnswerTask, DataConfig
+from jaxglue.data import stream
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, DataConfig, LabelTask
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.packing import plan_packing
-from jaxglue.data.prepare import prepare_data, read_vision
+from jaxglue.data.prepare import image_rules, prepare_data, read_vision
 from jaxglue.data.report import count_duplicates, trained_parts
+from jaxglue.data.stream import StreamIterator
+from jaxglue.data.tokenize import encode_here
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
+from jaxglue.rl.prompts import read_prompts
 from jaxglue.vision.rows import RowImages, image_positions
 
 QUESTION, ANSWER = "What is this?", "A red circle."
@@ -31,14 +39,14 @@ def urls(seeing):
 
 @pytest.fixture
 def prepare(tmp_path, seeing):
-    def prepare(*rows, task=None, **settings):
+    def prepare(*rows, task=None, columns=NO_COLUMNS, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = {"seq_len": 128, "cache_dir": str(tmp_path / "cache"), **settings}
         config = DataConfig(data=(str(path),), **settings)
         tokenizer = load_tokenizer(seeing)
         processor = read_vision(seeing, config.image_max_tokens, tokenizer)
-        return prepare_data(config, tokenizer, task=task, processor=processor)
+        return prepare_data(config, tokenizer, task=task, columns=columns, processor=processor)
 
     return prepare
 
@@ -124,6 +132,10 @@ def test_text_that_names_the_token_is_no_image(prepare, urls):
     assert (data.store.tokens[data.indices(0)] == data.reader.rules.tokens[0]).sum() == data.reader.counts[0]
 
 
+def firsts(data, document=0):
+    return data.reader.firsts(document, data.reader.tokens(document, int(data.lengths[document])))
+
+
 def test_no_image_is_cut(prepare, urls):
     content = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
     answer = {"role": "assistant", "content": ANSWER}
@@ -132,9 +144,9 @@ def test_no_image_is_cut(prepare, urls):
         "images": urls[:2],
     }
     whole = prepare(row).train
-    found = whole.reader.firsts(0, int(whole.lengths[0]))
+    found = firsts(whole)
     cut = prepare(row, seq_len=found[1][0] + 3).train
-    assert cut.lengths[0] == found[1][0] and len(cut.reader.firsts(0, int(cut.lengths[0]))) == 1
+    assert cut.lengths[0] == found[1][0] and len(firsts(cut)) == 1
 
 
 def test_batches_bring_images_in_the_order_of_their_tokens(prepare, urls):
@@ -162,7 +174,7 @@ def test_answers_are_where_they_are_in_documents_of_their_own(prepare, urls, sha
     user, answers = {"role": "user", "content": content}, [TEXT[1], {"role": "assistant", "content": "A blue cross."}]
     alone = prepare(*({"messages": [user, answer], "images": urls[:1]} for answer in answers)).train
     own = [
-        image_positions(int(length), [entry[:2] for entry in alone.reader.firsts(i, int(length))], 2)
+        image_positions(int(length), [entry[:2] for entry in firsts(alone, i)], 2)
         for i, length in enumerate(alone.lengths)
     ]
     pair = {"prompt": [user], "chosen": [answers[0]], "rejected": [answers[1]], "images": urls[:1]}
@@ -186,3 +198,116 @@ def test_the_cache_knows_images_and_their_sizes(prepare, urls, tmp_path):
     assert not smaller.report.cached and smaller.train.lengths[0] < first.train.lengths[0]
     (tmp_path / "a.png").write_bytes(base64.b64decode(urls[1].partition(",")[2]))
     assert document(prepare(row))[1] != document(first)[1]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Tokenize streams in this process."""
+    monkeypatch.setattr(stream, "encode_in_processes", lambda encoder, jobs, workers: encode_here(encoder, jobs))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_stream_brings_the_images_of_each_window(prepare, urls):
+    texts = [{"messages": TEXT}] * 70
+    rows = [{"messages": TEXT, "images": urls[i % 3 : i % 3 + 1]} for i in range(70)]
+    settings = {"streaming": True, "stream_tokens": 1024}
+    prepared = prepare(*rows, **settings)
+    iterator = StreamIterator(prepared.stream, prepared.window, steps=9, batch_size=2)
+    kept = prepared.readers[0].kept
+    for _ in range(20):
+        (batch,) = next(iterator).micro_batches
+        marks = (np.asarray(batch.tokens) == prepared.images.tokens[0]).sum()
+        assert batch.images.patches is not None and (np.asarray(batch.images.index) >= 0).sum() == marks > 0
+    assert iterator._window.index > 0 and iterator.dataset.reader.kept is kept
+    iterator.close()
+    assert prepare(*rows, **settings, image_max_tokens=9).stream.fingerprint != prepared.stream.fingerprint
+    prepared = prepare(*texts, *rows, **settings)
+    iterator = StreamIterator(prepared.stream, prepared.window, steps=9, batch_size=2)
+    with pytest.raises(ValueError, match="window 2 has images and the first had none"):
+        for _ in range(20):
+            next(iterator)
+    iterator.close()
+
+
+@pytest.mark.usefixtures("here")
+def test_an_overlong_row_of_a_stream_keeps_whole_images(prepare, urls):
+    content = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
+    answer = {"role": "assistant", "content": ANSWER}
+    row = {
+        "messages": [{"role": "user", "content": "b"}, answer, {"role": "user", "content": content}, answer],
+        "images": urls[:2],
+    }
+    whole = prepare(row).train
+    for more in (-1, 0, 3):
+        settings = {"seq_len": firsts(whole)[1][0] + more, "streaming": True, "stream_tokens": 1024}
+        cut = prepare(row, **settings).train
+        assert cut.lengths[0] == firsts(whole)[1][0] + min(more, 0) and len(firsts(cut)) == 1
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_classifiers_and_reward_models_see_the_images_of_their_rows(prepare, urls, labels):
+    if labels:
+        data = prepare(
+            {"messages": TEXT, "images": urls[:1], "label": 1}, task=LabelTask(2), columns={"label": 0.0}
+        ).train
+    else:
+        pair = {"prompt": TEXT[:1], "chosen": TEXT[1:], "rejected": [{"role": "assistant", "content": "b"}]}
+        data = prepare(pair | {"images": urls[:1]}, task=AnswerTask(scored=True)).train
+    (batch,) = EvalBatches(data, seq_len=256, batch_size=1)
+    marks = np.asarray(batch.tokens)[0] == data.reader.rules.tokens[0]
+    np.testing.assert_array_equal(np.asarray(batch.images.index)[0][marks], np.arange(data.reader.counts[0]))
+    end = int((np.asarray(batch.segments.segment_ids)[0] > 0).sum())
+    side = batch.images.positions[0]
+    assert marks.sum() and side[marks].max() < side[end - 1].max() < end
+
+
+def test_prompts_to_answer_share_their_images(prepare, urls, tmp_path, seeing):
+    """The model's own tokens of images, behind a prompt, are text."""
+    both = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    rows = [{"messages": [{"role": "user", "content": both}], "images": urls[:2], "n": 1}, {"question": QUESTION}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(data=(str(tmp_path / "rows.jsonl"),), cache_dir=str(tmp_path / "cache"))
+    tokenizer = load_tokenizer(seeing)
+    rules = partial(image_rules, read_vision(seeing, None, tokenizer), tokenizer=tokenizer)
+    data = read_prompts(config, tokenizer, answer=8, limit=256, images=rules)
+    asked, text = data.prompts
+    assert asked.columns == {"n": 1} and data.images_of(text) == []
+    mark, seen = data.reader.rules.tokens[0], data.images_of(asked)
+    assert [each.image.patches.shape[0] for each in seen] == [each.image.grid.patches for each in seen]
+    np.testing.assert_array_equal(
+        np.concatenate([each.places for each in seen]), np.flatnonzero(np.array(asked.tokens) == mark)
+    )
+    answers = [TrainedAnswer(tokens=np.array([mark, 3]), log_probs=np.zeros(2), counted=np.ones(2, bool))] * 2
+    groups = [Group(text.tokens, answers, 1), Group(asked.tokens, answers, 0)]
+    for shared in (True, False):
+        ((batch, _),) = pack_groups(groups, seq_len=256, batch_size=1, slots=4, shared=shared, reader=data.reader)
+        index = np.asarray(batch.images.index)[0]
+        assert (index >= 0).sum() == data.reader.counts[0] * (1 if shared else 2) == index.max() + 1
+        assert (np.asarray(batch.tokens)[0] == mark).sum() == (index >= 0).sum() + 4
+        alone = image_positions(
+            len(asked.tokens) + 1, [entry[:2] for entry in data.reader.firsts(0, np.array(asked.tokens))], 2
+        )
+        ends = np.flatnonzero(np.asarray(batch.targets)[0] == 3)
+        assert (batch.images.positions[0, ends[2:]] == alone[-1]).all()
+    other = replace(
+        data, store=replace(data.store, images=replace(data.store.images, digests=data.store.images.digests[::-1]))
+    )
+    assert other.fingerprint != data.fingerprint
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*images"):
+        read_prompts(config, tokenizer, answer=8, limit=256)
+
+
+def test_images_are_read_out_of_zip_files(prepare, urls, tmp_path):
+    with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as archive:
+        for number, url in enumerate(urls):
+            archive.writestr(f"some/{number}.png", base64.b64decode(url.partition(",")[2]))
+    row = {"messages": TEXT, "images": ["pictures.zip/some/1.png"]}
+    first = prepare(row)
+    assert document(first) == document(prepare({"messages": TEXT, "images": urls[1:2]}))
+    assert first.train.reader.images_of(0)[0].patches is not None and prepare(row).report.cached
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*pictures.zip has no other.png"):
+        prepare({"messages": TEXT, "images": ["pictures.zip/other.png"]})
+    content = (tmp_path / "pictures.zip").read_bytes()
+    (tmp_path / "pictures.zip").write_bytes(content[:60] + bytes(9) + content[69:])
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*some/0.png"):
+        prepare({"messages": TEXT, "images": ["pictures.zip/some/0.png"]})

@@ -80,11 +80,17 @@ GEMMA4_TOWER = {
     **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
     **{"intermediate_size": 24, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32},
 }
+GEMMA4_PATCHES = {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}
+GEMMA4_PATCHES |= {"output_proj_dims": 16}
 GEMMA4_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END, "audio_config": None}
 GEMMA4_TOKENS |= {"video_token_id": BREAK, "audio_token_id": None}
 MODELS = {
     "gemma4": {
         **{"text_config": GEMMA4 | OWN, "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True}},
+        **GEMMA4_TOKENS,
+    },
+    "gemma4_unified": {
+        **{"text_config": GEMMA4 | WIDE, "vision_config": GEMMA4_PATCHES},
         **GEMMA4_TOKENS,
     },
     "gemma4_wide": {
@@ -109,6 +115,7 @@ MODELS = {
 DOCUMENTS = {
     "qwen3_5": ([7], [5, (2, 4), 6], [(6, 2), 1, (4, 4), (2, 2), 3], [2, (4, 10), 1]),
     "gemma3": ([7], [5, (4, 4), 6], [(4, 4), 1, (4, 4), (4, 4), 3], [2, (4, 4), 1]),
+    "gemma4_unified": ([7], [5, (1, 2), 6], [(3, 1), 1, (2, 2), (1, 1), 3], [2, (2, 5), 1]),
 }
 """Texts, by their tokens, and images, by their patches."""
 ALIKE = {
@@ -140,6 +147,8 @@ def documents(name: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
 
 def image_tokens(name: str, grid: tuple[int, int]) -> list[int]:
     """Return the tokens of an image; of Mistral's, another one ends each row but the last."""
+    if name == "gemma4_unified":
+        return [IMAGE] * (grid[0] * grid[1])
     rows, columns = grid[0] // 2, grid[1] // 2
     if name != "mistral3":
         return [IMAGE] * (rows * columns)
@@ -183,8 +192,22 @@ def gemma4_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dic
     return {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
 
 
+def unified_inputs(images: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
+    """Return values and places of large patches, padded to the most."""
+    most = max(len(image) for image in images)
+    values = np.zeros((len(images), most, images[0].shape[1]), np.float32)
+    places = np.full((len(images), most, 2), -1)
+    for target, place, image, grid in zip(values, places, images, grids, strict=True):
+        target[: len(image)] = image / 255
+        place[: len(image)] = np.indices(grid).reshape(2, -1)[::-1].T
+    return {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
+
+
 def our_name(name: str) -> str:
-    """Return a parameter's name here."""
+    """Return a parameter's name here; Gemma 4 12B's files have others than its modules."""
+    if name.startswith("model.embed_vision.") and "multimodal_embedder" not in name and "projection" not in name:
+        name = name.replace("embed_vision", "vision_embedder")
+    name = name.replace("embed_vision.multimodal_embedder.", "embed_vision.")
     return text_name(name.replace("model.language_model.", "model."))
 
 
@@ -203,7 +226,7 @@ def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
 
 def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean loss of the documents' next tokens, and logits, with images numbered from one."""
-    patch = config.vision_config.patch_size
+    patch = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
     logits, total, targets, count = [], 0.0, 0, first_image
     for tokens, grids in documents(name):
         ids = torch.tensor([tokens])
@@ -212,6 +235,8 @@ def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tenso
         inputs = {}
         if grids and name.startswith("qwen"):
             inputs = qwen_inputs(images, grids)
+        elif grids and name == "gemma4_unified":
+            inputs = unified_inputs(images, grids)
         elif grids and name.startswith("gemma4"):
             inputs = gemma4_inputs(images, grids)
         elif grids:
@@ -222,6 +247,10 @@ def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tenso
             inputs.pop("image_sizes", None)
         elif name.startswith(("qwen", "gemma4")):
             inputs |= {"mm_token_type_ids": types}
+        if name == "gemma4_unified":  # whose forward alone lets images cross windows; `generate` does not
+            embeddings = model.get_input_embeddings()(ids)
+            masks = model.create_masks_for_generate(config, embeddings, None, None, None, types)
+            inputs |= {"attention_mask": masks}
         scores = model(input_ids=ids, use_cache=False, **inputs).logits[0]
         logits.append(scores)
         total = total + torch.nn.functional.cross_entropy(scores[:-1], ids[0, 1:], reduction="sum")

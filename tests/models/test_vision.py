@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from selection import repeats
+from selection import repeats, thorough
 
 from jaxglue.models import abstract_model, build_model, config_from_hf, with_vision
 from jaxglue.models.lora import add_lora
@@ -65,8 +65,8 @@ def documents_of(raw, golden, first_image=0):
     ]
 
 
-def packed(raw, processor, documents, seq_len=None):
-    """Return tokens, segments and images of documents in one row."""
+def packed(raw, processor, documents, seq_len=None, features=None):
+    """Return tokens, segments and images of documents in one row, which has room for so many features."""
     image_id = raw.get("image_token_id", raw.get("image_token_index"))
     lengths = [len(tokens) for tokens, _ in documents]
     T = seq_len or sum(lengths) + 3
@@ -87,8 +87,9 @@ def packed(raw, processor, documents, seq_len=None):
         positions = np.zeros((1, T, 3), np.int32)
         positions[0, : sum(lengths)] = np.concatenate(parts)
     row = [image for _, images in documents for image in images]
-    rows = RowImages([row], index, positions, processor, [sum(lengths)], len(places))
-    return tokens, pack_segments([lengths], seq_len=T), rows.with_patches()
+    rows = RowImages([row], index, positions, processor, [sum(lengths)], features or len(places))
+    slots = {} if features is None else {"max_segments": 8}
+    return tokens, pack_segments([lengths], seq_len=T, **slots), rows.with_patches()
 
 
 @pytest.mark.parametrize("name", repeats(FAMILIES, "qwen3_5_moe"))
@@ -164,6 +165,66 @@ def test_another_image_in_the_row_changes_no_bit(seeing):
     first = len(tokens)
     assert (before[:first] != after[:first]).any()
     np.testing.assert_array_equal(before[first:], after[first:])
+
+
+def random_document(rng, raw, processor, number):
+    """Return tokens and images of a document of texts and up to three images, in any order."""
+    mark, tokens, images = raw.get("image_token_id", raw.get("image_token_index")), [], []
+    for _ in range(rng.integers(1, 5)):
+        if rng.random() < 0.5 or len(images) == 3:
+            tokens += rng.integers(1, mark, rng.integers(1, 6)).tolist()
+            continue
+        sides = (1, 1) if raw["model_type"] == "gemma3" else rng.integers(1, 4, 2).tolist()
+        grid = processor.grid(1, 1) if raw["model_type"] == "gemma3" else Grid(*(s * processor.merge for s in sides))
+        rows, columns = (side // processor.merge for side in grid)
+        breaks = [23] if raw["model_type"] == "mistral3" else []
+        tokens += [21, *([mark] * columns + breaks) * (rows - 1), *[mark] * columns, 22]
+        key = b"%d" % (number + len(images))
+        images.append(Image(key=key, grid=grid, patches=pixels(number + len(images), grid, processor.patch)))
+    return np.array(tokens, np.int32), images
+
+
+@thorough("models/test_vision.py")
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "gemma4_wide", "mistral3"])
+def test_random_mixtures_are_what_their_documents_are_alone(name):
+    """In any order, beside any neighbor; another image in a document changes no bit of the others."""
+    raw, _ = read_golden(name)
+    processor, model, rng = read_processor(Path("."), raw), drawn_model(raw), np.random.default_rng(0)
+    graphdef, state = nnx.split(model)
+    T, pictures = 128, 0
+
+    @jax.jit
+    def run(tokens, segments, images):
+        return nnx.merge(graphdef, state)(tokens, segments, images=images)[0]
+
+    def logits(documents):
+        return np.asarray(run(*packed(raw, processor, documents, T, features=T)))
+
+    for _ in range(50):
+        documents, total = [], 0
+        for number in range(rng.integers(2, 8)):
+            document = random_document(rng, raw, processor, 1000 + 10 * number + pictures)
+            if total + len(document[0]) <= T:
+                documents.append(document)
+                total += len(document[0])
+        pictures += 100
+        together, start = logits(documents), 0
+        for document in documents:
+            length, alone = len(document[0]), logits([document])
+            found = together[start : start + length]
+            np.testing.assert_allclose(found, alone[:length], rtol=0, atol=1e-5 * np.abs(alone).max())
+            start += length
+        seen = [place for place, (_, images) in enumerate(documents) if images]
+        if not seen:
+            continue
+        place = int(rng.choice(seen))
+        tokens, (first, *rest) = documents[place]
+        moved = [*documents]
+        moved[place] = tokens, [replace(first, patches=255 - first.patches), *rest]
+        before = sum(len(text) for text, _ in documents[:place])
+        own, after = slice(before, before + len(tokens)), logits(moved)
+        assert (after[own] != together[own]).any()
+        np.testing.assert_array_equal(np.delete(after, own, 0), np.delete(together, own, 0))
 
 
 def test_features_stand_in_for_patches(seeing):

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
+import pytest
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.rl import sampler as module
@@ -49,3 +51,46 @@ def test_devices_with_the_same_weights_have_pages_for_the_fullest(monkeypatch):
     sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1], [2], [3]])
     assert [len(group) for group in sampler({}, {}, [[1], [2], [3]], [0, 1, 2], 2)] == [2, 2, 2]
     assert engine.memory == 3.0 and [request.prompt for request in engine.plans[0]] == [[1], [3]]
+
+
+def exhausted(engine, monkeypatch, times: int, message="RESOURCE_EXHAUSTED: Out of memory allocating 55.89GiB."):
+    """Let the first answers of an engine fail so many times, after some that did not."""
+    answer = engine.generate
+
+    def generate(*arguments, **options):
+        nonlocal times
+        for index, done in enumerate(answer(*arguments, **options)):
+            if index and times:
+                times -= 1
+                raise jax.errors.JaxRuntimeError(f"{message}\nmore")
+            yield done
+
+    monkeypatch.setattr(engine, "generate", generate)
+
+
+def test_a_cache_beside_which_programs_have_too_little_is_planned_again(monkeypatch, caplog):
+    engine = Engine()
+    memory = iter([100.0])
+    monkeypatch.setattr(module, "free_bytes", lambda *, device: next(memory))  # what failed is not measured again
+    exhausted(engine, monkeypatch, 2)
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7])
+    groups = sampler({}, {}, [[1, 2], [3]], [0, 1], 2)
+    assert [[sample.tokens.tolist() for sample in group] for group in groups] == [
+        [[number, answer, number] for answer in range(2)] for number in range(2)
+    ]
+    assert len(engine.plans) == 3 and engine.memory == pytest.approx(49.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "planned again with 70% of it" in caplog.text and "55.89GiB" in caplog.text and "more" not in caplog.text
+    exhausted(engine, monkeypatch, 1)
+    with pytest.raises(jax.errors.JaxRuntimeError):  # the plan served before, so something else takes the memory
+        sampler({}, {}, [[1]], [2], 2)
+
+
+@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: too much", "INTERNAL: another fault"])
+def test_plans_end_where_they_are_small_or_the_error_is_another(message, monkeypatch):
+    engine = Engine()
+    exhausted(engine, monkeypatch, 99, message)
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        sampler({}, {}, [[1]], [0], 2)
+    assert len(engine.plans) == (4 if "EXHAUSTED" in message else 1)

@@ -16,7 +16,15 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("devices", "files"),
     [
-        (8, ("sharding/test_loading.py", "sharding/test_parity.py", "sharding/test_reads.py")),
+        (
+            8,
+            (
+                "sharding/test_loading.py",
+                "sharding/test_parity.py",
+                "sharding/test_reads.py",
+                "sharding/test_vision_parity.py",
+            ),
+        ),
         (4, ("training/test_mesh.py",)),
     ],
 )

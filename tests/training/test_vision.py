@@ -14,6 +14,7 @@ from jaxglue.settings.recipe import from_settings
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.train import train
+from jaxglue.vision.images import image_source
 
 QUICKSTART = Path(__file__).parents[2] / "jaxglue" / "recipes" / "quickstart"
 
@@ -53,7 +54,14 @@ def run(folder, output, **settings):
 
 @thorough("training/test_vision_steps.py")
 def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folder, tmp_path):
-    _, kept = run(folder, tmp_path / "kept")
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(
+        image_source(json.loads((folder / "rows.jsonl").read_text().splitlines()[0])["images"][0], None).data
+    )
+    _, kept = run(folder, tmp_path / "kept", sample_prompt=["What?"], sample_image=[str(picture)], sample_tokens=2)
+    samples = [json.loads(line) for line in (tmp_path / "kept" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) > 1 and all(line["image"].startswith("data:image/jpeg;base64,") for line in samples)
+    assert "data:image/jpeg;base64," in (tmp_path / "kept" / "run.html").read_text()
     _, in_steps = run(folder, tmp_path / "steps", image_features="off")
     np.testing.assert_allclose(kept, in_steps, rtol=1e-5)
     assert len(kept) > 2 and kept[-1] < kept[0]

@@ -34,7 +34,8 @@ def test_adapters_move_in_ten_steps_as_pefts(name):
     graphdefs, trainable, frozen, before = drawn_adapters(model, golden)
     policies = parse_policies("dots", len(graphdefs.layers))
     executor = Executor(graphdefs, model.config, policy=policies, dtype=jnp.float32)
-    settings = OptimizerConfig(learning_rate=1e-2, clip_norm=0, weight_decay=0, warmup_ratio=0, schedule="constant")
+    rate = float(golden.get("rate", 1e-2))
+    settings = OptimizerConfig(learning_rate=rate, clip_norm=0, weight_decay=0, warmup_ratio=0, schedule="constant")
     optimizer = AdamWOptimizer(settings, total_steps=10)
     state, losses = optimizer.init(trainable), []
     for step in range(10):
@@ -48,8 +49,10 @@ def test_adapters_move_in_ten_steps_as_pefts(name):
         loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(weights.sum()))
         losses.append(float(loss))
         trainable, state, _ = optimizer.update(trainable, state, gradients, step)
-    np.testing.assert_allclose(losses, golden["losses"], rtol=1e-5)
+    # Of goldens in float64, twice PyTorch's own distance from them in float32.
+    loss_error, error = np.maximum((1e-5, 1e-4), 2 * golden.get("error", np.zeros(2)))
+    np.testing.assert_allclose(losses, golden["losses"], rtol=loss_error)
     moved = {path: np.asarray(leaf) - before[path] for path, leaf in flatten_names(trainable).items()}
     whole = np.sqrt(sum(golden[f"norm.{path}"] ** 2 for path in moved))
     distances = [np.linalg.norm(probes(path, change) - golden[f"probes.{path}"]) for path, change in moved.items()]
-    assert np.linalg.norm(distances) <= 1e-4 * whole
+    assert np.linalg.norm(distances) <= error * whole

@@ -341,6 +341,7 @@ def _interval(config: DecoderConfig) -> int | None:
 def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
     delta, pairs = config.mixer_of(DeltaConfig), Rotary(config.rope, config.head_dim).dims // 2
     assert delta is not None
+    thirds = (pairs + 2) // 3, (pairs + 1) // 3, pairs // 3
     found = {
         "ssm.conv_kernel": delta.conv_width,
         "ssm.inner_size": delta.value_width,
@@ -349,7 +350,7 @@ def _linear_attention_metadata(config: DecoderConfig) -> dict[str, Any]:
         "ssm.group_count": delta.num_key_heads,
         "full_attention_interval": _interval(config),
         # Positions in time, height and width take turns, and those of text are alike.
-        "rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0],
+        "rope.dimension_sections": [*(config.rope.sections or thirds), 0],
         **_partial(config),
     }
     return found | ({"expert_shared_feed_forward_length": config.moe.shared_size} if config.moe else {})

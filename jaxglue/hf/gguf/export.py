@@ -17,6 +17,7 @@ from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_te
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
 from jaxglue.hf.gguf.mamba import INPUT, row_factors
 from jaxglue.hf.gguf.metadata import model_metadata
+from jaxglue.hf.gguf.mmproj import export_tower
 from jaxglue.hf.gguf.modelfile import modelfile
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.hf.gguf.types import Shape, file_type, tensor_type
@@ -43,6 +44,8 @@ def export_gguf(
     progress: DataProgress | None = None,
 ) -> Path:
     """Write a folder with `<output's name>-<kind>.gguf` and a Modelfile; return the file.
+
+    The tower of a model that sees is in `mmproj-<output's name>.gguf` beside it.
 
     Experts that are in MXFP4 stay so in every type.
 
@@ -93,6 +96,8 @@ def export_gguf(
     with atomic_folder(output) as temporary:
         file = temporary / f"{output.resolve().name}-{kind}.gguf"
         write_gguf(file, architecture, metadata, written, progress)
+        if config.vision is not None:
+            export_tower(tensors, config, temporary, name=output.resolve().name, tokenizer=tokenizer)
         (temporary / "Modelfile").write_text(modelfile(file.name, tokenizer, stops), encoding="utf-8")
     return output / file.name
 

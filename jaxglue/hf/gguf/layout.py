@@ -139,8 +139,9 @@ class _Layout:
     def all(self) -> Iterable[GgufTensor]:
         """Yield every tensor."""
         grouped: dict[str, list[str]] = {}
+        vision = self._config.vision  # in a file of its own
         for name in self._specs:
-            if name == "lm_head.weight" and self._config.tie_word_embeddings:
+            if (vision and vision.owns(name)) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
                 continue
             match = _EXPERT.fullmatch(name)
             grouped.setdefault(f"{match['experts']}.{match['projection']}.weight" if match else name, []).append(name)

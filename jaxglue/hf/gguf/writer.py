@@ -204,7 +204,7 @@ def _host_chunks(array: np.ndarray, item: FileTensor):
             with np.errstate(over="ignore"):
                 result = values.astype(_FLOATS[item.type])
             _require_finite(item, bool(np.isfinite(result).all()))
-            yield result.view(np.uint8)
+            yield np.ascontiguousarray(result).view(np.uint8)  # of transposed values, whose order stays
         else:
             _require_finite(item, bool(np.isfinite(values).all()))
             yield gguf.quantize(values, kind)

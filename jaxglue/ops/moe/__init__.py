@@ -116,8 +116,8 @@ GROUPED_MATMUL = Operation(
 
 MOST_ROWS = 32
 """Mean rows of an expert up to which reading its matrices takes longer than multiplying by them."""
-
-
+MOST_STORED_ROWS = 64
+"""The same of matrices that grouped matmuls would expand, write and read again."""
 LARGEST_RANK = 64
 """Rank of adapters up to which programs of few rows hold their second matrices beside sums."""
 
@@ -141,13 +141,16 @@ def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
     check_triton(capability, call.dtype)
     check_hopper(capability)
     check_one_device()
+    expanded = all(isinstance(matrix, Quantized) for matrix in call.matrices)
+    if call.rows > (most := MOST_STORED_ROWS if expanded else MOST_ROWS) * call.experts:
+        raise NotImplementedError(f"experts have more than {most} rows each")
     if call.rows > MOST_ROWS * call.experts:
-        raise NotImplementedError(f"experts have more than {MOST_ROWS} rows each")
+        check_tried("few rows of experts, more than 32 each")
     ranks = [adapter.A.shape[1] for adapter in call.adapters if adapter is not None]
-    if ranks:
-        check_tried("adapters of experts with few rows")
     if any(rank > LARGEST_RANK for rank in ranks):
         raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
+    if ranks:
+        check_tried("adapters of experts with few rows")
     for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
@@ -220,7 +223,7 @@ def _check_route(capability: Capability | None, call: RouteCall) -> None:
     check_one_device()
     if call.order == "sigmoid_topk" or call.groups.kept != call.groups.total or call.scale != 1.0:
         raise NotImplementedError("experts are chosen by sigmoids or in groups, or their weights are scaled")
-    if call.assignments > MOST_ROWS * call.experts or call.assignments > _MOST_ASSIGNMENTS:
+    if call.assignments > MOST_STORED_ROWS * call.experts or call.assignments > _MOST_ASSIGNMENTS:
         raise NotImplementedError("a sort is as fast")
 
 
@@ -321,7 +324,7 @@ def route(
     )
     if inference and (kernels := ROUTE.load(call)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
-    few = inference and M * k <= MOST_ROWS * E
+    few = inference and M * k <= MOST_STORED_ROWS * E
     return sorted_route(
         router_logits,
         k,

@@ -299,9 +299,10 @@ class TritonFewRowsExperts(Launcher):
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=flops, bytes=moved)
         grid = table.shape[1], triton.cdiv(N, block_n) + (rank > 0)
         compiled = tiles.num_warps, tiles.num_stages
-        widths = (*((spec.block_r,) if adapter else ()), out_columns)
+        widths = (out_columns,) if adapter is None else (spec.block_r, out_columns)
         out_types = tuple(jax.ShapeDtypeStruct((S, width), x.dtype) for width in widths)
         kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
-        return self._launch(kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers)[
-            -1
-        ]
+        *_, out = self._launch(
+            kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers
+        )
+        return out

@@ -105,8 +105,11 @@ def fitting_row_tile(mean: int) -> int:
 
 
 def few_rows_tile(mean: int) -> int:
-    """Return the rows of a tile for groups of this small mean size: twice as many, since each tile reads a matrix."""
-    return max(ROW_TILES[0], 1 << (2 * mean - 1).bit_length())
+    """Return the rows of a tile for groups of this small mean size: twice as many, since each tile reads a matrix.
+
+    They are at most 64, as many as kernels hold beside the values that they decode.
+    """
+    return min(max(ROW_TILES[0], 1 << (2 * mean - 1).bit_length()), 64)
 
 
 def _check_sizes(sizes: np.ndarray, rows: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ptx import halves, matmuls_left_running, run_assembly
 from selection import repeat
 
+from jaxglue.ops import backend
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.moe import (
     CHOOSE,
@@ -77,6 +78,7 @@ def kernels(interpreted):
         repeat((5, 8, 2, 48, 40), {}),
         ((52, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of 32, 48, 64
         ((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
+        repeat((90, 2, 1, 64, 64), {"stored": "nf4"}),  # two tiles of 64 rows for an expert
         ((9, 4, 2, 128, 64), {"stored": "nf4"}),
         ((9, 4, 2, 96, 64), {"stored": "fp8"}),
         repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}),
@@ -181,6 +183,7 @@ def test_a_tile_of_few_rows_holds_twice_the_mean_group():
     logits = draw(0, 64, 8)
     routings = [route(logits, 2, order="sigmoid_topk", inference=inference) for inference in (False, True)]
     assert [routing.groups.tiles.rows for routing in routings] == [16, 32]
+    assert [few_rows_tile(mean) for mean in (0, 3, 8, 9, 32, 40, 64)] == [16, 16, 16, 32, 64, 64, 64]
 
 
 def test_assembly_decodes_every_mxfp4_code():
@@ -235,16 +238,20 @@ def test_training_takes_other_kernels():
         moe_mlp(*arrays, **options)
 
 
-def test_obstacles_are_named():
+def test_obstacles_are_named(monkeypatch):
     def reason(M, rank=4, **options):
         (x, routing, *matrices), options = case(M, 4, 2, 32, 32, **options)
         of_rows = adapters(4, 32, 32, (rank, 4)).of_rows(routing)
         call = meaning(x.astype(jnp.bfloat16), routing, matrices, options, of_rows)
         return FEW_ROWS_EXPERTS.choose((9, 0), call).reason
 
-    assert "more than 32 rows each" in reason(65, stored="mxfp4")
+    assert "more than 64 rows each" in reason(129, stored="mxfp4")
+    assert "more than 32 rows each" in reason(65)
     assert "rank must be at most 64, got 65" in reason(3, rank=65, stored="mxfp4")
     assert "matrices are read once" in reason(3, stored="mxfp4")
+    monkeypatch.setattr(backend, "UNTRIED", {"few rows of experts, more than 32 each"})
+    assert "no GPU has run" in reason(65, stored="mxfp4")
+    assert "matrices are read once" in reason(64, stored="mxfp4")
     assert "another dtype" in reason(3)
 
 

@@ -1,0 +1,81 @@
+"""Reinforcement learning and distillation on prompts with images: what is sampled, trained on and kept."""
+
+import json
+
+import numpy as np
+import pytest
+from selection import repeat
+
+from jaxglue.training.record import read_metrics
+from tests.training.test_vision import folder, run  # noqa: F401
+
+REWARD = """
+def short(completion_ids, color, **columns):
+    assert not {"images", "image"} & columns.keys()
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+"""
+
+
+@pytest.fixture
+def rows(folder, tmp_path):  # noqa: F811
+    """Prompts with one picture, two, or none, and their settings."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    found = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pictures = [row for row in found if len(row.get("images", ())) == 1][:4]
+    made = [{"messages": row["messages"][:1], "images": row["images"]} for row in pictures[:2]]
+    both = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    made.append(
+        {"messages": [{"role": "user", "content": both}], "images": pictures[2]["images"] + pictures[3]["images"]}
+    )
+    made.append({"question": "What is a red cross?"})
+
+    def rollouts(output, **settings):
+        lines = [json.dumps(row | {"color": "red"}) for row in made]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        given = {
+            **{"data": [str(tmp_path / "prompts.jsonl")], "objective": "grpo", "num_generations": 4, "epochs": 1},
+            **{"generation_batch_size": 16, "max_completion_length": 6, "steps": 2, "seq_len": 256, "batch_size": 1},
+            "reward": [f"{tmp_path / 'rewards.py'}:short"],
+        }
+        _, losses = run(folder, tmp_path / output, **given | settings)
+        return losses, read_metrics(tmp_path / output / "metrics.jsonl")
+
+    return made, rollouts
+
+
+@pytest.mark.parametrize("settings", [{}, repeat({"train_vision": "all"}), repeat({"beta": 0.1})])
+def test_sampling_and_training_see_the_same_images(rows, settings):
+    """A placeholder that sampling shows as a text's token, or another image's, would part them at once."""
+    _, metrics = rows[1]("run", **settings)
+    assert len(metrics) == 2 and all(values["sampling/sampling_logp_difference/mean"] < 1e-5 for values in metrics)
+
+
+def test_another_picture_is_another_run(rows, tmp_path):
+    made, rollouts = rows
+
+    def log_probs(name, **settings):
+        rollouts(name, steps=1, **settings)
+        lines = (tmp_path / name / "rollouts.jsonl").read_text().splitlines()
+        return {json.loads(line)["origin"][-1]: json.loads(line)["log_probs"][0] for line in lines}
+
+    before = log_probs("first")
+    assert before == pytest.approx(log_probs("again", image_features="off"), abs=2e-4)  # they are kept in four digits
+    made[0]["images"] = made[1]["images"]
+    after = log_probs("other")
+    assert before["1"] != after["1"] and all(before[number] == after[number] for number in "234")
+
+
+@pytest.mark.parametrize("teacher_system", ["", repeat("Look at the {color}.")])
+def test_a_teacher_sees_the_images_of_the_student(rows, teacher_system):
+    settings = {"objective": "distill", "num_generations": None, "lmbda": 1.0, "teacher": "base", "lora_rank": 4}
+    if teacher_system:
+        settings["teacher_system"] = teacher_system
+    losses, _ = rows[1]("run", reward=[], **settings)
+    assert np.isfinite(losses).all() and (abs(losses[0]) < 1e-5) == (not teacher_system)
+
+
+def test_an_environment_refuses_images(rows, tmp_path):
+    methods = "    def reset(self, **columns):\n        return None\n    def get_reward(self):\n        return 0.0\n"
+    (tmp_path / "rewards.py").write_text(f"class Game:\n{methods}")
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: images in prompts of an --environment"):
+        rows[1]("run", environment=f"{tmp_path / 'rewards.py'}:Game", reward=[])
