@@ -29,6 +29,7 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.draft import DRAFTS, DraftHead
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
+from jaxglue.ops.backend import check_tried
 from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
@@ -136,11 +137,13 @@ def load_head(
     if drafts == "off" or (drafts == "auto" and (jax.default_backend() == "cpu" or config.model_type not in DRAFTS)):
         return None
     try:
+        if drafts == "auto":
+            check_tried("steps of drafts")
         if reason := why_no_drafts(config):
             raise ValueError(f"the model has {reason}")
         head = load_draft(folder, config, dtype=dtype, adapter=adapter)
         tokens = read_draft_tokens(folder, adapter, config.vocab_size)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         if drafts != "auto":
             raise ValueError(f"--drafts {drafts}: {error}") from error
         _log.info("drafts: none, since %s", error)
