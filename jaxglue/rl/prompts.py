@@ -147,8 +147,6 @@ def read_prompts(
         longest = max(len(prompt.tokens), len(prompt.teacher or ()))
         room = max(longest + answer, aligned(longest - 1, tile) + aligned(answer, tile))
         if room <= limit:
-            prompts.append(prompt._replace(given=prompt.given[:answer] if answered and prompt.given else None))
-        if longest + answer <= limit:
             given = prompt.given[:answer] if answered and prompt.given else None
             prompts.append(prompt._replace(given=given, document=len(prompts)))
         elif config.overlong != "drop":

@@ -257,7 +257,7 @@ class Kind:
 
     def _plain(self, value: Any) -> Any:
         """Return our value for a synonym, the text of a path, and Python's number for NumPy's or a whole float."""
-        if self.scalar is str and self.choices and isinstance(value, int) and not isinstance(value, bool):
+        if self.scalar is str and isinstance(value, int) and str(value) in self.choices:
             value = str(value)  # a recipe's number among choices
         if isinstance(value, str):
             return self.synonyms.get(value, value)

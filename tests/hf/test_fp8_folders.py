@@ -249,7 +249,7 @@ CACHE_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.v_scale")
         ("channel", lambda t, q: t.pop(SCALE), r"is in FP8: expected .*down_proj\.weight_scale or"),
         ("channel", lambda t, q: t.update({SCALE: t[SCALE][1:]}), r"weight_scale in .* is \[\d+, 1\], expected one of"),
         ("channel", lambda t, q: q.update(format="pack-quantized"), "format 'pack-quantized' .* is not read"),
-        ("channel", lambda t, q: q.update(quant_method="modelopt", quant_algo="NVFP4"), "'NVFP4' in .* is not read"),
+        ("channel", lambda t, q: q.update(quant_method="modelopt", quant_algo="NVFP4"), "says nvfp4 .* is float8"),
         ("channel", lambda t, q: q.update(config_groups={"group_0": None}), "'float-quantized' .* is not read"),
         ("block", lambda t, q: q.update(modules_to_not_convert=1), "expected a list of names, got 1"),
         ("channel", lambda t, q: q.clear(), "is in FP8, of which config.json says nothing"),

@@ -36,7 +36,7 @@ class Engine:
 def test_answers_are_told_apart_by_prompt_and_place():
     engine = Engine()
     sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9, seed=5), rounds=3, typical=[[1] * 7])
-    found = [sampler({}, {}, [[1, 2], [3]], indices, 2) for indices in ([0, 1], [2, 3])]
+    found = [sampler({}, {}, [[1, 2], [3]], [None, None], indices, 2) for indices in ([0, 1], [2, 3])]
     for step, groups in enumerate(found):
         for number, group in enumerate(groups):
             assert [sample.tokens.tolist() for sample in group] == [[number, a, 2 * step + number] for a in range(2)]
@@ -49,7 +49,7 @@ def test_devices_with_the_same_weights_have_pages_for_the_fullest(monkeypatch):
     monkeypatch.setattr(module, "copies_of", lambda trees: [trees] * 2)
     monkeypatch.setattr(module, "free_bytes", lambda *, device: next(free))
     sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1], [2], [3]])
-    assert [len(group) for group in sampler({}, {}, [[1], [2], [3]], [0, 1, 2], 2)] == [2, 2, 2]
+    assert [len(group) for group in sampler({}, {}, [[1], [2], [3]], [None] * 3, [0, 1, 2], 2)] == [2, 2, 2]
     assert engine.memory == 3.0 and [request.prompt for request in engine.plans[0]] == [[1], [3]]
 
 
@@ -74,7 +74,7 @@ def test_a_cache_beside_which_programs_have_too_little_is_planned_again(monkeypa
     monkeypatch.setattr(module, "free_bytes", lambda *, device: next(memory))  # what failed is not measured again
     exhausted(engine, monkeypatch, 2)
     sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7])
-    groups = sampler({}, {}, [[1, 2], [3]], [0, 1], 2)
+    groups = sampler({}, {}, [[1, 2], [3]], [None, None], [0, 1], 2)
     assert [[sample.tokens.tolist() for sample in group] for group in groups] == [
         [[number, answer, number] for answer in range(2)] for number in range(2)
     ]
@@ -83,7 +83,7 @@ def test_a_cache_beside_which_programs_have_too_little_is_planned_again(monkeypa
     assert "planned again with 70% of it" in caplog.text and "55.89GiB" in caplog.text and "more" not in caplog.text
     exhausted(engine, monkeypatch, 1)
     with pytest.raises(jax.errors.JaxRuntimeError):  # the plan served before, so something else takes the memory
-        sampler({}, {}, [[1]], [2], 2)
+        sampler({}, {}, [[1]], [None], [2], 2)
 
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: too much", "INTERNAL: another fault"])
@@ -92,5 +92,5 @@ def test_plans_end_where_they_are_small_or_the_error_is_another(message, monkeyp
     exhausted(engine, monkeypatch, 99, message)
     sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7])
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        sampler({}, {}, [[1]], [0], 2)
+        sampler({}, {}, [[1]], [None], [0], 2)
     assert len(engine.plans) == (4 if "EXHAUSTED" in message else 1)

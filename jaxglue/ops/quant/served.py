@@ -576,6 +576,8 @@ class StoredFormat(ServedFormat):
 
     def hold(self, matrix: Any, *, sensitive: bool = False) -> Any:
         """Return a matrix as it is stored, with places in its cells."""
+        if isinstance(matrix, Stack):
+            return Stack(rows=self.hold(matrix.rows), out=matrix.out)
         if isinstance(matrix, Served):
             return matrix
         return ServedStored.of(matrix) if isinstance(matrix, Quantized) else self.quantize(matrix)

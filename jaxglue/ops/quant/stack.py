@@ -52,8 +52,6 @@ def matrix_of(weight: Quantized) -> Quantized:
 
 def hold_matrices(made: WeightFormat, weight: Any, *, sensitive: bool = False) -> Any:
     """Return a matrix, or matrices [E, out, in], as a model in this format holds them."""
-    if isinstance(weight, Stack):
-        return Stack(rows=made.hold(weight.rows, sensitive=sensitive), out=weight.out)
     if made.weight is None or isinstance(weight, Quantized) or weight.ndim < 3:
         return made.hold(weight, sensitive=sensitive)
     count, out, columns = weight.shape
