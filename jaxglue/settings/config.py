@@ -257,8 +257,8 @@ class Kind:
 
     def _plain(self, value: Any) -> Any:
         """Return our value for a synonym, the text of a path, and Python's number for NumPy's or a whole float."""
-        if self.scalar is str and isinstance(value, int) and str(value) in self.choices:
-            value = str(value)  # a recipe's number among choices
+        if self.scalar is str and isinstance(value, int) and str(value) in {*self.choices, *self.synonyms}:
+            value = str(value)  # a recipe's number among choices or synonyms
         if isinstance(value, str):
             return self.synonyms.get(value, value)
         if self.scalar is str and isinstance(value, os.PathLike):
