@@ -257,9 +257,9 @@ def tower_of(folder: Path) -> TowerConfig | None:
     return with_vision(config_from_hf(raw), raw, mean=processor.mean, std=processor.std).vision
 
 
-def _require_exact(model: DecoderConfig, dtype, **options: Any) -> None:
+def _require_exact(model: DecoderConfig, dtype, rank: int) -> None:
     """Raise ValueError for a model whose answers depend on what is decoded with them; arguments as of `obstacle`."""
-    if (reason := obstacle(model, dtype, **options)) is not None:
+    if (reason := obstacle(model, dtype, rank=rank)) is not None:
         raise ValueError(f"--exact cannot be kept: {reason}: leave it out")
 
 

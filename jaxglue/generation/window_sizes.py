@@ -45,7 +45,7 @@ class WindowSizes:
 
     def seconds(self, count: int) -> float | None:
         """Return what a window of so many answers takes; None where that is not known."""
-        sizes = [size for size in sorted({*self._ready, self._slots}) if size >= count]
+        sizes = self._for(count)
         return self._time(sizes[0]) if sizes else None
 
     def widest(self, count: int, *, as_fast: bool) -> int:
@@ -56,7 +56,7 @@ class WindowSizes:
             as_fast: up to the size whose windows take about as long; otherwise up to that from which larger ones hardly
                 give more tokens a second. Sizes whose times are not known may be filled, so that they become known.
         """
-        sizes = [size for size in sorted({*self._ready, self._slots}) if size >= count]
+        sizes = self._for(count)
         for smaller, larger in pairwise(sizes):
             least, time = self._time(sizes[0] if as_fast else smaller), self._time(larger)
             if least is None or time is None:
@@ -64,6 +64,10 @@ class WindowSizes:
             if time > least * (_SLOWER if as_fast else larger / smaller / _GAIN):
                 return smaller
         return self._slots
+
+    def _for(self, count: int) -> list[int]:
+        """Return the sizes for so many answers, the smallest first: those that are compiled, and the slots."""
+        return [size for size in sorted({*self._ready, self._slots}) if size >= count]
 
     def _time(self, size: int) -> float | None:
         seconds, when = self._times.get(size, (None, 0.0))

@@ -1,7 +1,15 @@
 """Distillation on the model's own answers: divergences between its distributions and a teacher's (arXiv 2306.13649)."""
 
 from jaxglue.objectives.config import DistillSettings
-from jaxglue.objectives.rollouts import ANSWERS_EXCLUDE, LossInputs, Metric, RolloutObjective, StepCounts, Tokens
+from jaxglue.objectives.rollouts import (
+    ANSWERS_EXCLUDE,
+    HELD_OUT_EXCLUDES,
+    LossInputs,
+    Metric,
+    RolloutObjective,
+    StepCounts,
+    Tokens,
+)
 from jaxglue.settings.config import Excludes, Requires
 
 
@@ -11,11 +19,7 @@ class Distillation(RolloutObjective):
     Settings = DistillSettings
     excludes = (
         *ANSWERS_EXCLUDE,
-        Excludes(
-            "eval_data",
-            "held-out prompts need a --reward",
-            unless=lambda settings: settings["reward"] or settings["environment"],
-        ),
+        HELD_OUT_EXCLUDES,
         Excludes("teacher_server", "it needs whole distributions: --objective distill_tokens has servers as teachers"),
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
     )

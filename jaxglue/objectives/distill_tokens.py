@@ -4,7 +4,15 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from jaxglue.objectives.config import RolloutSettings
-from jaxglue.objectives.rollouts import ANSWERS_EXCLUDE, LossInputs, Metric, RolloutObjective, StepCounts, Tokens
+from jaxglue.objectives.rollouts import (
+    ANSWERS_EXCLUDE,
+    HELD_OUT_EXCLUDES,
+    LossInputs,
+    Metric,
+    RolloutObjective,
+    StepCounts,
+    Tokens,
+)
 from jaxglue.settings.config import Excludes, Requires
 
 _BY_SERVER = "it learns from servers: --objective distill has a folder's distributions"
@@ -21,11 +29,7 @@ class TokenDistillation(RolloutObjective):
     excludes = (
         *ANSWERS_EXCLUDE,
         *(Excludes(name, _BY_SERVER) for name in ("teacher", "teacher_quantize")),
-        Excludes(
-            "eval_data",
-            "held-out prompts need a --reward",
-            unless=lambda settings: settings["reward"] or settings["environment"],
-        ),
+        HELD_OUT_EXCLUDES,
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
         Excludes("lmbda", "a teacher judges tokens that the model has sampled"),
         Excludes("temperature", "servers' log-probabilities are those of temperature 1", lambda value: value != 1),

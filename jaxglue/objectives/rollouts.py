@@ -118,6 +118,12 @@ class LossInputs:
         return Metric(shares * values, shares)
 
 
+HELD_OUT_EXCLUDES = Excludes(
+    "eval_data",
+    "held-out prompts need a --reward",
+    unless=lambda settings: settings["reward"] or settings["environment"],
+)
+"""Held-out prompts, which objectives without rewards of their own cannot judge."""
 ANSWERS_EXCLUDE = (
     Excludes("fp8_head", "it is for the cross-entropy of --objective sft"),
     Excludes("keep", "there is no eval loss"),
