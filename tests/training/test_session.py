@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxglue
 from jaxglue.api.documents import TokenDocument
@@ -84,7 +85,8 @@ def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tin
     with jaxglue.Session(**settings, batch_size=2) as session:
         student = random_model(session._setup.model, dtype=jnp.float32)  # which the adapter does not change yet
         (batch,) = (step.micro_batches[0] for step in session.batches(pairs))
-        logits = [model(batch.tokens, batch.segments) / temperature for model in (teacher, student)]
+        run = nnx.jit(lambda model: model(batch.tokens, batch.segments) / temperature)
+        logits = [run(model) for model in (teacher, student)]
         p, q = (jax.nn.log_softmax(values) for values in logits)
         mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
         forward, reverse = (jnp.sum(jnp.exp(a) * (a - b), -1) for a, b in ((p, mixture if beta else q), (q, mixture)))
