@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2
-from selection import repeats, thorough
+from selection import repeats_parts_of, thorough
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.drafts import Drafting
@@ -88,7 +88,8 @@ def check(name, family, samples, tiny_model):
     assert found > 0.01 and 0 < engine.drafts.accepted < engine.drafts.made
 
 
-@pytest.mark.parametrize("name", repeats(SETTINGS, *[*SETTINGS][1:]))
+@repeats_parts_of("test_answers_are_those_without_drafts")
+@pytest.mark.parametrize("name", SETTINGS)
 def test_drafted_answers_have_the_models_distribution(name, tiny_model):
     check(name, EXPERTS, 1000, tiny_model)
 
