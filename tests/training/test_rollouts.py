@@ -567,18 +567,24 @@ def make_agent(make_run, tmp_path):
     return lambda **changes: make_run(**settings | changes)
 
 
-@pytest.mark.parametrize("settings", [{}, repeat({"history": "branch"}), repeat({"credit": "turn", "beta": 0.1})])
+def check_episodes(config):
+    """Require turns with rewards of their own, of which an episode's is the sum."""
+    for line in rollouts(config):
+        said = [message for message in line["turns"] if message["role"] == "assistant"]
+        assert line["turns"][0]["content"].strip() == "count" and len(line["turn_rewards"]) == len(said)
+        total = sum(len(message["content"]) for message in said) / 10 + sum(line["turn_rewards"])
+        assert line["rewards"]["Counter"] == pytest.approx(total)
+
+
+@repeats_parts_of("test_episodes_go_on_to_the_bit")
+@pytest.mark.parametrize("settings", [{}, {"history": "branch"}, {"credit": "turn", "beta": 0.1}])
 def test_episodes_train_their_own_prompts_and_turns(make_agent, settings):
     config = make_agent(**settings, num_iterations=2)
     lines = read_metrics(train(config).metrics)
     for values in lines[::2]:
         assert values["sampling/sampling_logp_difference/mean"] < 1e-5  # training sees what was sampled
         assert values["episodes/turns"] > 1 and values["episodes/died"] == 0
-    for line in rollouts(config):
-        said = [message for message in line["turns"] if message["role"] == "assistant"]
-        assert line["turns"][0]["content"].strip() == "count" and len(line["turn_rewards"]) == len(said)
-        total = sum(len(message["content"]) for message in said) / 10 + sum(line["turn_rewards"])
-        assert line["rewards"]["Counter"] == pytest.approx(total)
+    check_episodes(config)
 
 
 @pytest.mark.parametrize("count", [repeat(3), 20, repeat(40)])
@@ -590,7 +596,9 @@ def test_episodes_go_on_to_the_bit(make_agent, tmp_path, monkeypatch, count):
         return [{name: value for name, value in line.items() if name != "log_probs"} for line in rollouts(config)]
 
     whole = make_agent(output=tmp_path / "whole")
-    train(whole)
+    for values in read_metrics(train(whole).metrics):
+        assert values["episodes/turns"] > 1 and values["episodes/died"] == 0
+    check_episodes(whole)
     config = make_agent(output=tmp_path / "stopped")
     with monkeypatch.context() as patch:
         save, calls = EpisodeFile.save, []
