@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from selection import repeat, thorough
 
 from jaxglue.ops.moe import ExpertAdapter, ExpertLora, moe_mlp, route
 from jaxglue.ops.segments import pack_segments
@@ -24,7 +25,7 @@ def operands(transpose: bool):
     return normal(M, D), logits, adapters, [normal(*shape) for shape in shapes], biases, normal(M, D)
 
 
-@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("transpose", [True, repeat(False)])
 def test_the_loop_over_experts_equals_grouped_matmuls(transpose):
     from expert_loop import looped_mlp
 
@@ -81,6 +82,7 @@ def test_a_variant_of_another_loss_is_marked():
     assert rows["all three"]["same loss"] == "no" and "two buffers" not in rows
 
 
+@thorough("benchmarks/test_seeds.py")
 @pytest.mark.long
 def test_a_step_has_the_same_loss_with_all_three_and_without(monkeypatch):
     import seeds
