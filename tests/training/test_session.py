@@ -268,12 +268,17 @@ def test_a_step_without_gradients_is_refused(settings):
 
 def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
     jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), **settings)
-    tokens = jnp.arange(1, 9)[None]
-    adapted = jaxglue.load_model(adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
-    named = jaxglue.load_model(tmp_path / "run/base", adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
-    plain = jaxglue.load_model(tmp_path / "run/base", dtype=jnp.float32)(tokens)
     assert jaxglue.export(adapter=tmp_path / "run/adapter", output=tmp_path / "merged") == tmp_path / "merged"
-    merged = jaxglue.load_model(tmp_path / "merged", dtype=jnp.float32)(tokens)
+    logits = nnx.jit(lambda model: model(jnp.arange(1, 9)[None]))
+    adapted, named, plain, merged = (
+        logits(jaxglue.load_model(*folders, **adapter, dtype=jnp.float32))
+        for folders, adapter in (
+            ((), {"adapter": tmp_path / "run/adapter"}),
+            ((tmp_path / "run/base",), {"adapter": tmp_path / "run/adapter"}),
+            ((tmp_path / "run/base",), {}),
+            ((tmp_path / "merged",), {}),
+        )
+    )
     np.testing.assert_array_equal(adapted, named)
     np.testing.assert_allclose(adapted, merged, atol=1e-4)
     assert float(jnp.abs(adapted - plain).max()) > 1e-3
