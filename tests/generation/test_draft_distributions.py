@@ -5,7 +5,6 @@ from itertools import product
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2
 from selection import repeats_parts_of, thorough
 
 from jaxglue.generation.config import SamplingConfig
@@ -65,6 +64,8 @@ def expected(model, trees, name):
 
 def p_value(counts, probabilities, samples):
     """Pearson's test, in which rare texts are counted together."""
+    from scipy.stats import chi2  # takes a second
+
     pairs = np.array([(counts.get(text, 0), p * samples) for text, p in probabilities.items()])
     assert sum(counts.values()) == pairs[:, 0].sum() == samples
     rare = pairs[:, 1] < 5
