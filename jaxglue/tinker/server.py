@@ -55,7 +55,7 @@ _MOST_SAMPLES = 1024
 _MOST_LIKELY = 100
 _LARGEST_RANK = 4096
 _PROTOBUF = "application/x-protobuf"
-_NAME = re.compile(r"[\w.-]{1,100}")
+_NAME = re.compile(r"[\w.:-]{1,100}")
 _CLIENT = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
 """Settings of the SDK's client."""
 
@@ -95,6 +95,8 @@ class TinkerServer:
         self._settings, self._most = settings, models
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Sampler] = {}
+        self._saved: dict[Path, tuple[int, bool]] = {}
+        """Ranks of saved weights, and whether the output projection is among them, by their folders."""
         self._results: dict[str, Future] = {}
         self._asked: list[tuple[str, Mapping[str, Any], Future[bytes]]] = []
         """Requests for answers that wait, with the names of their weights."""
@@ -127,6 +129,7 @@ class TinkerServer:
             Route("/api/v1/forward_backward", self._guarded(self._losses), methods=["POST"]),
             Route("/api/v1/asample", self._guarded(self._answers), methods=["POST"]),
             Route("/api/v1/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
+            Route("/api/v1/sessions/{session}/finish", self._guarded(self._finish), methods=["POST"]),
         ]
         routes += [
             Route(f"/api/v1/{name}", self._guarded(_answering(do)), methods=["POST"]) for name, do in posts.items()
@@ -220,29 +223,42 @@ class TinkerServer:
         result = future.result()
         return Response(result, media_type=_PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
 
+    async def _finish(self, http: HttpRequest) -> Response:
+        """Free the models of a client's session, after what it asked for; what it saved stays."""
+        prefix = f"{http.path_params['session']}:"
+        self._worker.submit(self._unload_all, prefix)
+        return JSONResponse({})
+
     def _model(self, body: Mapping[str, Any]) -> _Model:
         if (model := self._models.get(str(body.get("model_id")))) is None:
             raise RefusedError(f"no model {body.get('model_id')!r:.100}")
         return model
 
     def _create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if len(self._models) >= self._most:
-            raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
-        self._check_base(body.get("base_model"))
         lora = _object(body, "lora_config") or {"rank": 32}
         if not (_flag(lora, "train_attn", True) and _flag(lora, "train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
         unembed = _flag(lora, "train_unembed", True)
-        targets = ["all-linear", *(["lm_head"] if unembed else [])]
         if (rank := _whole(lora, "rank", 32)) > _LARGEST_RANK:
             raise ValueError(f"lora_config.rank: expected at most {_LARGEST_RANK:,}, got {rank:,}")
-        adapter = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
-        optimizer = SteppedAdam()
+        return {"type": "create_model", "model_id": self._add_model(body, rank, unembed)}
+
+    def _add_model(self, body: Mapping[str, Any], rank: int, unembed: bool) -> str:
+        """Add a model by the number that its session gives it; return its name."""
+        absent = body.get("model_seq_id") is None
+        number = uuid.uuid4().hex if absent else _whole(body, "model_seq_id", 0, least=0)
+        name = f"{_name(body.get('session_id'))}:train:{number}"
+        if name in self._models:
+            raise ValueError(f"model_seq_id: {name} is in training")
+        if len(self._models) >= self._most:
+            raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
+        self._check_base(body.get("base_model"))
+        targets = "all-linear", *(["lm_head"] if unembed else [])
+        adapter, optimizer = {"rank": rank, "alpha": 32.0, "targets": targets}, SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
         session = Session(optimizer=optimizer, base=base, **{**adapter, **self._settings})
-        name = f"model-{uuid.uuid4()}"
         self._models[name] = _Model(session, optimizer, rank, unembed)
-        return {"type": "create_model", "model_id": name}
+        return name
 
     def _check_base(self, asked: Any) -> None:
         """Refuse a model of another name than that served, whose folder may stand elsewhere or on the hub.
@@ -256,11 +272,18 @@ class TinkerServer:
             raise ValueError(f"base_model: this server trains {served}, got {asked!r:.100}")
 
     def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model = self._model(body)
-        model.session.close()
-        del self._models[body["model_id"]]
-        self._samplers = {name: sampler for name, sampler in self._samplers.items() if sampler.model is not model}
+        self._model(body)
+        self._unload(body["model_id"])
         return {"type": "unload_model", "model_id": body["model_id"]}
+
+    def _unload_all(self, prefix: str) -> None:
+        for name in [name for name in self._models if name.startswith(prefix)]:
+            self._unload(name)
+
+    def _unload(self, name: str) -> None:
+        model = self._models.pop(name)
+        model.session.close()
+        self._samplers = {name: sampler for name, sampler in self._samplers.items() if sampler.model is not model}
 
     def _get_info(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model = self._model(body)
@@ -295,17 +318,21 @@ class TinkerServer:
 
     def _save_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, name = self._model(body), _name(body.get("path"))
-        model.session.save(self._path(body["model_id"], name))
+        folder = self._path(body["model_id"], name)
+        model.session.save(folder)
+        self._saved[folder] = model.rank, model.unembed
         return {"type": "save_weights", "path": f"tinker://{body['model_id']}/weights/{name}"}
 
     def _load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model, optimizer = self._model(body), _flag(body, "optimizer", True)
+        """Load saved weights into a model, or into a new one of a session's."""
+        optimizer = _flag(body, "optimizer", True)
         found = re.fullmatch(r"tinker://([^/]+)/weights/([^/]+)", str(body.get("path")))
         folder = None if found is None else self._path(_name(found[1]), _name(found[2]))
-        if folder is None or not folder.is_dir():
+        if folder not in self._saved:
             raise ValueError(f"no weights at {body.get('path')!r:.200}")
-        model.session.load(folder, optimizer=optimizer)
-        return {"type": "load_weights", "path": body["path"], "model_id": body["model_id"]}
+        model = body.get("model_id") if body.get("session_id") is None else self._add_model(body, *self._saved[folder])
+        self._model({"model_id": model}).session.load(folder, optimizer=optimizer)
+        return {"type": "load_weights", "path": body["path"], "model_id": model}
 
     def _save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, given = self._model(body), body.get("path")

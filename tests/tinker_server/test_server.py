@@ -119,6 +119,36 @@ def test_two_models_share_their_base(client, server, model):
     client.call("unload_model", {"model_id": other["model_id"]})
 
 
+def test_a_finished_session_frees_its_models_whose_weights_train_on_in_another(client, server, monkeypatch):
+    done = []
+
+    class Recorded:
+        def __init__(self, **settings):
+            done.append(("open", settings["rank"], settings["targets"]))
+
+        def save(self, folder):
+            done.append(("save", folder.name))
+
+        def load(self, folder, *, optimizer):
+            done.append(("load", folder.name, optimizer))
+
+        def close(self):
+            done.append(("close",))
+
+    monkeypatch.setattr("jaxglue.tinker.server.Session", Recorded)
+    create = {"session_id": "session-1", "model_seq_id": 0, "base_model": MODEL, "lora_config": LORA}
+    name = client.call("create_model", create)["model_id"]
+    assert name == "session-1:train:0" and "is in training" in client.call("create_model", create)["error"]
+    path = client.call("save_weights", {"model_id": name, "path": "first"})["path"]
+    assert client.post("sessions/session-1/finish", {"reason": {"type": "success"}}).status_code == 200
+    load = {"session_id": "session-2", "model_seq_id": 3, "path": path, "optimizer": False}
+    loaded = client.call("load_weights", load)["model_id"]
+    assert loaded == "session-2:train:3" and name not in server._models
+    opened = ("open", 4, ("all-linear",))
+    assert done == [opened, ("save", "first"), ("close",), opened, ("load", "first", False)]
+    client.call("unload_model", {"model_id": loaded})
+
+
 def read_answers(body):
     parts = [dict(_fields(value)) for number, value in _fields(body) if number == 1]
     return [(np.frombuffer(p[2], np.int32), np.frombuffer(p[3], np.float32)) for p in parts]
