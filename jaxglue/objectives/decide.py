@@ -23,6 +23,8 @@ from jaxglue.ops.segments import segment_bucket
 _NO = -1e30
 """Logit of options that a question does not have; finite, so that gradients are."""
 _SCORE = TYPES.index("score")
+_USUAL_OPTIONS = 16
+"""Options of questions up to which batches of few shapes are alike."""
 _VERSION = 1
 """Increment when questions read otherwise, to tokenize anew."""
 
@@ -48,7 +50,8 @@ class DecideTask(ReadTask):
         """Return label tokens, the option that each stands for, gold probabilities, and types."""
         assert dataset.labels is not None
         table, labels, most = dataset.table, dataset.labels, dataset.most_options
-        width, options = labels.width(most), segment_bucket(most)
+        least = _USUAL_OPTIONS if dataset.slot_tokens else 1
+        width, options = labels.width(most), segment_bucket(max(most, least))
         owners = np.full((*parts.parts.shape, width), -1, np.int32)
         gold, kinds = np.zeros((*parts.parts.shape, options), np.float32), np.zeros(parts.parts.shape, np.int32)
         for at in zip(*np.nonzero(parts.parts >= 0), strict=True):

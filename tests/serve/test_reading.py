@@ -13,11 +13,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
 
+from jaxglue.data.questions import read_questions
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.reading import LoadedModel, PartReader, judged, texts
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
 from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
-from jaxglue.serve.reading import ReadService, make_readers
+from jaxglue.serve.reading import ReadService, make_readers, warm_up
 from jaxglue.serve.server import make_read_app
 
 TEMPERATURES = {"noul": 2.0, "choice": 0.5, "score": 1.0}
@@ -166,10 +167,48 @@ def test_a_bad_record_is_refused_by_its_file(tmp_path, record, message):
         read_record(None, tmp_path)
 
 
+def test_no_program_is_compiled_for_requests_after_the_warm_up(model):
+    reader = PartReader(model, {"kind": "decide"})
+    reader.row = 512
+    warm_up(reader)
+    compiled = reader._executor.compilations()
+    asked = read_questions(QUESTIONS)
+    states = [(f"state {index} " * 40, dict(list(asked.items())[: 1 + index % 3])) for index in range(5)]
+    for count in (1, 2, 5):
+        reader.read(reader.encode(decisions(reader, states[:count])))
+    assert reader._executor.compilations() == compiled
+
+
+def test_requests_fill_rows_and_others_wait_for_the_next_ones(model, monkeypatch):
+    reader = PartReader(model, {"kind": "decide"})
+    reader.row, asked = 256, read_questions({"a": QUESTIONS["urgent"]})
+    taken, begin = [], PartReader.begin
+
+    def watched(self, encoded):
+        taken.append(len(encoded.lengths))
+        return begin(self, encoded)
+
+    monkeypatch.setattr(PartReader, "begin", watched)
+    service = ReadService({"decide": reader}, most=32)
+
+    async def ask_all():
+        def one(index):
+            return service.read("decide", lambda reader: decisions(reader, [(f"state {index} " * 20, asked)]))
+
+        return await asyncio.gather(*map(one, range(20)))
+
+    found = asyncio.run(ask_all())
+    service.close()
+    assert sum(taken) == 20 and max(taken) <= 4 * (256 // min(answer.tokens for answer in found))
+    alone = [reader.read(reader.encode(decisions(reader, [(f"state {i} " * 20, asked)]))) for i in range(20)]
+    for answer, wanted in zip(found, alone, strict=True):
+        np.testing.assert_allclose(answer.found.outputs, wanted.outputs, atol=1e-4)
+
+
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):
     service = make_readers(model, {}, most=4)
     assert service is not None and set(service.readers) == {"decide", "rerank"}
-    monkeypatch.setattr(PartReader, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(PartReader, "begin", lambda *_: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(ValueError, match="the service has ended: division by zero"):
         asyncio.run(service.read("rerank", lambda reader: [judged(reader, "a", ["b"])]))
