@@ -197,10 +197,12 @@ def _objective(record: Mapping[str, Any]) -> ReadObjective:
     return cast(ReadObjective, ObjectiveConfig(objective=name, **settings).make())
 
 
-def decisions(reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]]) -> list[UnitText]:
-    """Return the units of states with questions; ValueError for questions beyond the labels."""
+def decisions(
+    reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]], *, system: str | None = None
+) -> list[UnitText]:
+    """Return the units of states with questions, behind a system message; ValueError for questions beyond labels."""
     encoder = cast(DecisionEncoder, reader.encoder)
-    return [encoder.asked(state, questions) for state, questions in states]
+    return [encoder.asked(state, questions, system=system) for state, questions in states]
 
 
 def probabilities(

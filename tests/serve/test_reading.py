@@ -16,6 +16,7 @@ from local_client import TestClient
 from jaxglue.data.questions import read_questions
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
+from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.reading import ReadService, make_readers, warm_up
@@ -66,6 +67,25 @@ def test_system_one_answers_by_id(client):
     many = answers["many"]
     assert many["legend"] == {"0": "none", "1": "some", "2": "all"}
     assert many["score"] == pytest.approx(many["probabilities"]["1"] + 2 * many["probabilities"]["2"])
+
+
+def test_the_mass_of_labels_and_the_system_message_are_those_of_the_model(client, service):
+    body = {"questions": {"urgent": QUESTIONS["urgent"]}, "instructions": "Be brief."}
+    found = ask(client, **body).json()
+    reader = service.readers["decide"]
+    chat = [{"role": "system", "content": "Be brief."}]
+    labels = reader.encoder.labels
+    words = labels.names["noul"]
+    question = f"Question: Is it urgent?\n{words[0]}: now\nAnswer with {words[0]} or {words[1]} only."
+    chat.append({"role": "user", "content": f"It is red.\n\n{question}"})
+    tokens = reader.model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    scorer = PromptScorer(reader.model.graphdefs, reader.model.config, reader.model.frozen, reader.model.dtype)
+    asked = [[[*tokens, label] for label in group] for group in labels.groups["noul"]]
+    found_of = [scorer.score(reader.model.trainable, texts, None, 0) for texts in asked]
+    yes, no = (sum(np.exp(score.log_probs[-1]) for score in scores) for scores in found_of)
+    assert found["diagnostics"]["urgent"]["label_mass"] == pytest.approx(yes + no, rel=1e-4)
+    p = np.array([yes, no]) ** (1 / TEMPERATURES["noul"])
+    assert found["answers"]["urgent"]["noul"] == pytest.approx(p[0] / p.sum(), rel=1e-4)
 
 
 def test_a_question_alone_and_other_states_beside_it_change_nothing(client, service):
