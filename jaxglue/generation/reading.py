@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Reads
@@ -18,7 +18,7 @@ from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.files import Row
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.questions import Question
-from jaxglue.data.read_rows import UnitEncoder, UnitText
+from jaxglue.data.read_rows import UnitEncoder, UnitText, share_beginnings
 from jaxglue.data.reads import ReadDataset, select_reads
 from jaxglue.data.rerank_rows import RerankEncoder
 from jaxglue.data.store import Encoded, TokenStore
@@ -141,8 +141,12 @@ class PartReader:
         return self.begin(encoded)()
 
     def begin(self, encoded: Encoded) -> Callable[[], PartOutputs]:
-        """Begin to read on the device; the function returned waits for the end of `read`."""
-        dataset, row = self._dataset(encoded)
+        """Begin to read on the device; the function returned waits for the end of `read`.
+
+        Units of the same beginning, such as questions of several requests about one state, have one copy of it.
+        """
+        shared, order = share_beginnings(encoded, self.row)
+        dataset, row = self._dataset(shared)
         plan, found = plan_packing(dataset.lengths, seq_len=row), []
         for index in range(plan.rows):
             units = plan.row(index)
@@ -155,7 +159,7 @@ class PartReader:
             outputs = self._executor.read(self.model.trainable, self.model.frozen, jax.device_put(batch))
             assert batch.reads is not None
             found.append((batch.reads, outputs))
-        return partial(_collected, found)
+        return partial(_collected, found, encoded, order)
 
     def _dataset(self, encoded: Encoded) -> tuple[ReadDataset, int]:
         """Return units in rows of few lengths: as short as holds all, or the longest."""
@@ -177,12 +181,18 @@ def _row_bucket(tokens: int) -> int:
     return max(1 << (tokens - 1).bit_length(), _SHORTEST_ROW)
 
 
-def _collected(found: Sequence[tuple[Reads, Float[jax.Array, "B A *K"]]]) -> PartOutputs:
-    """Return the parts of rows once they are read; raise ValueError for values that are not finite."""
+def _collected(
+    found: Sequence[tuple[Reads, Float[jax.Array, "B A *K"]]], encoded: Encoded, order: Int[np.ndarray, "parts"]
+) -> PartOutputs:
+    """Return the parts of rows once they are read, in the order of the units; ValueError for values not finite."""
     joined = part_outputs((reads, np.asarray(outputs)) for reads, outputs in found)
     if not np.isfinite(joined.outputs).all():
         raise ValueError("the model's values are not finite (NaN or infinity): check its weights and the adapter")
-    return joined
+    counts, places = encoded.columns["parts"].astype(np.int64), np.argsort(order)
+    units = np.repeat(np.arange(len(counts)), counts)
+    parts = np.arange(len(units)) - np.repeat(np.cumsum(counts) - counts, counts)
+    values = {name: value[places] for name, value in joined.values.items()}
+    return PartOutputs(units, parts, joined.outputs[places], values)
 
 
 def _objective(record: Mapping[str, Any]) -> ReadObjective:

@@ -225,6 +225,23 @@ def test_requests_fill_rows_and_others_wait_for_the_next_ones(model, monkeypatch
         np.testing.assert_allclose(answer.found.outputs, wanted.outputs, atol=1e-4)
 
 
+def test_requests_about_one_state_have_one_copy_of_it(model, monkeypatch):
+    reader = PartReader(model, {"kind": "decide"})
+    asked = list(read_questions(QUESTIONS).items())
+    states = [("the same state " * 20, dict([each])) for each in asked] + [("another", dict(asked[:2]))]
+    states.insert(1, ("the same state " * 20, dict(asked[1:])))
+    read, dataset = [], PartReader._dataset
+    monkeypatch.setattr(PartReader, "_dataset", lambda self, encoded: read.append(encoded) or dataset(self, encoded))
+    together = reader.read(reader.encode(decisions(reader, states)))
+    assert read[0].columns["parts"].tolist() == [5, 2]
+    assert read[0].columns["prefix"].sum() + read[0].columns["size"].sum() == len(read[0].tokens)
+    alone = [reader.read(reader.encode(decisions(reader, [each]))) for each in states]
+    np.testing.assert_array_equal(together.units, np.repeat(range(5), [1, 2, 1, 1, 2]))
+    np.testing.assert_array_equal(together.parts, np.concatenate([each.parts for each in alone]))
+    for found in (lambda each: each.outputs, lambda each: each.values["kinds"]):
+        np.testing.assert_allclose(found(together), np.concatenate([found(each) for each in alone]), atol=1e-4)
+
+
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):
     service = make_readers(model, {}, most=4)
     assert service is not None and set(service.readers) == {"decide", "rerank"}
