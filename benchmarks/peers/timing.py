@@ -24,8 +24,7 @@ def milliseconds(function, calls: int = 5, repeats: int = 5) -> float:
 
 def compile_together() -> None:
     """Let Triton compile all configurations of a kernel side by side, before it times each and takes the fastest."""
-    from triton import testing
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton import AsyncCompileMode, testing
     from triton.runtime.autotuner import Autotuner
 
     prune, pool = Autotuner.prune_configs, ThreadPoolExecutor(len(os.sched_getaffinity(0)))
