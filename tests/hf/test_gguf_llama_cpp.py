@@ -601,8 +601,8 @@ def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family,
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for name, of in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
         tensors[name] = gguf.dequantize(written[of].data, written[of].tensor_type)
-    shutil.copytree(folder, tmp_path / "read", ignore=shutil.ignore_patterns("*.safetensors*"))
     save_tensors(tmp_path / "read", tensors)
+    shutil.copytree(folder, tmp_path / "read", ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
     main(["export", "--gguf", "f16", "--base", str(tmp_path / "read"), "--output", str(tmp_path / "expanded")])
     tokenizer, (weights, count) = load_tokenizer(folder), (np.zeros(SIZES["vocab_size"], np.float32), 33)
     hidden = [index for index in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([index])]
