@@ -621,6 +621,6 @@ def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family,
 
     logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1]  # before biases, like theirs
     ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0].mean()
-    assert loss(tmp_path / "expanded/expanded-f16.gguf") == pytest.approx(float(ours), rel=2e-6)
+    assert loss(tmp_path / "expanded/expanded-f16.gguf") == pytest.approx(float(ours), rel=2e-4)
     # llama.cpp rounds activations to 8 bits before products with K-quants, which random weights' sharp logits show.
     assert loss(file) == pytest.approx(float(ours), rel=5e-3)
