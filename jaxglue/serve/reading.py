@@ -40,10 +40,12 @@ class ReadService:
     Args:
         readers: by what they are for.
         most: requests in the service at a time.
+        alone: read each request by itself, so that its bits depend on nobody else's.
     """
 
-    def __init__(self, readers: dict[str, PartReader], *, most: int):
+    def __init__(self, readers: dict[str, PartReader], *, most: int, alone: bool = False):
         self.readers, self._most = readers, most
+        self._together = 0 if alone else _TOKENS
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
         self.length = min(reader.limit for reader in readers.values())
@@ -110,9 +112,9 @@ class ReadService:
         if first is None:
             return None
         jobs, tokens = [first], len(first.encoded.tokens)
-        while tokens < _TOKENS and not self._jobs.empty():
+        while tokens < self._together and not self._jobs.empty():
             job = self._jobs.get()
-            if job is None or job.reader is not first.reader or tokens + len(job.encoded.tokens) > _TOKENS:
+            if job is None or job.reader is not first.reader or tokens + len(job.encoded.tokens) > self._together:
                 self._left.append(job)
                 break
             jobs.append(job)
@@ -148,7 +150,9 @@ def joined(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(tokens, mask, lengths, columns)
 
 
-def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) -> ReadService | None:
+def make_readers(
+    model: LoadedModel, record: Mapping[str, Any], *, most: int, alone: bool = False
+) -> ReadService | None:
     """Return the thread that reads a model in the ways that its record names, or that any model of text serves.
 
     One that was not trained to answer in one pass decides, and judges documents, as it is; None where its tokenizer has
@@ -161,4 +165,4 @@ def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) ->
         except ValueError:
             if record:
                 raise
-    return ReadService(readers, most=most) if readers else None
+    return ReadService(readers, most=most, alone=alone) if readers else None

@@ -166,6 +166,22 @@ def test_a_bad_record_is_refused_by_its_file(tmp_path, record, message):
         read_record(None, tmp_path)
 
 
+def test_exact_reads_have_no_company(model):
+    reader, sizes = PartReader(model, {"kind": "embed", "pooling": "mean"}), []
+    read, reader.read = reader.read, lambda encoded: sizes.append(len(encoded.lengths)) or read(encoded)
+    service = ReadService({"embed": reader}, most=8, alone=True)
+
+    async def ask():
+        wanted = ("It is red.", "It is a long and winding road.", "It is red.")
+        asked = (service.read("embed", lambda reader, text=text: texts(reader, [text])) for text in wanted)
+        return await asyncio.gather(*asked)
+
+    first, _, again = asyncio.run(ask())
+    service.close()
+    assert sizes == [1, 1, 1]
+    np.testing.assert_array_equal(first.found.outputs, again.found.outputs)
+
+
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):
     service = make_readers(model, {}, most=4)
     assert service is not None and set(service.readers) == {"decide", "rerank"}
