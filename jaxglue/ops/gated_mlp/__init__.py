@@ -62,7 +62,7 @@ def gated_mlp(
     if (kernels := load_few_rows(few_rows)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
-    if ranks_of(parts, conditions) is not None and not StaticConditions.of(conditions).exact:
+    if ranks_of(parts, conditions) is not None and StaticConditions.of(conditions).by_ranks:
         return _apply_separately(x, parts, conditions, stream, activation)
     apply = GATED_MLP.load(GatedCall.of(parts, conditions, activation)) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
