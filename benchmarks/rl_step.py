@@ -178,8 +178,9 @@ class Benchmark:
         if engine is self.drafting:
             copies = [({**trainable, HEAD: {}}, {**frozen, HEAD: self._head}) for trainable, frozen in copies]
         # Of all prompts, so that parts of them need no programs of their own.
+        begun = time.perf_counter()
         plan = engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
-        print(plan, flush=True)
+        print(f"{plan}, planned in {time.perf_counter() - begun:.2f} s", flush=True)
         begun, self.ended = time.perf_counter(), []
         groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
 
@@ -278,7 +279,7 @@ class Benchmark:
         count = max(1, most // self.args.row)
         answers = len(self.groups[0].answers)
         own, sampled = self._trained(self.packed[:count]), self._sampled()
-        turned = [Group(prompt, answers[::-1]) for prompt, answers in self.groups[::-1]]
+        turned = [group._replace(answers=group.answers[::-1]) for group in self.groups[::-1]]
         other = self._trained(self._pack(turned)[-count:])
         total = len(self.groups) * answers
         both = [number for number in own if total - 1 - number in other]

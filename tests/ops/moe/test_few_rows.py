@@ -208,9 +208,12 @@ def meaning(x, routing, matrices, options, adapters=(None, None)):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [None, "one", "several"])
-@pytest.mark.parametrize("stored", [None, "mxfp4", "nf4", "fp8", "int8"])
-def test_kernels_match_the_reference_on_a_gpu(stored, lora):
-    M, E, k, D, F = 60, 16, 4, 512, 320
+@pytest.mark.parametrize(
+    ("M", "stored"),  # 15 and 50 rows an expert
+    [(60, None), *((M, stored) for M in (60, 200) for stored in ("mxfp4", "nf4", "fp8", "int8"))],
+)
+def test_kernels_match_the_reference_on_a_gpu(M, stored, lora):
+    E, k, D, F = 16, 4, 512, 320
     if lora:
         chosen = jnp.asarray(np.random.default_rng(4).random((M, 24)) < 0.5)
         lora = adapters(E, D, F, (24, 24), chosen if lora == "several" else None)
