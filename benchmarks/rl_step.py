@@ -288,13 +288,14 @@ class Benchmark:
             "layouts": differences([own[number] for number in both], [other[total - 1 - number] for number in both]),
         }
 
-    def against_training(self, trainable: Any = None) -> dict[str, float]:
+    def against_training(self, trainable: Any = None) -> dict[str, Any]:
         """Compare log-probabilities of sampling and training, under these adapters if some are given, on all rows."""
         state = self.state
         self._policy.state = state if trainable is None else state._replace(trainable=trainable)
         own, sampled = self._trained(self.packed), self._sampled()
         self._policy.state = state
-        return differences([own[number] for number in own], [sampled[number] for number in own])
+        found = differences([own[number] for number in own], [sampled[number] for number in own])
+        return found | {"places": places(own, sampled)}
 
     def _trained(self, packed: list[Packed]) -> dict[int, np.ndarray]:
         """Return the log-probabilities of micro-batches' answers by training's programs, by the answers' numbers."""
@@ -309,6 +310,12 @@ class Benchmark:
 
     def _sampled(self) -> list[np.ndarray]:
         return [answer.log_probs for group in self.groups for answer in group.answers]
+
+
+def places(trained: dict[int, np.ndarray], others: list[np.ndarray], most: int = 8) -> list[str]:
+    """Return the first tokens whose log-probabilities differ, as answer: token of so many."""
+    unequal = ((number, np.flatnonzero(own != others[number]), len(own)) for number, own in sorted(trained.items()))
+    return [f"{number}: {token} of {length}" for number, tokens, length in unequal for token in tokens][:most]
 
 
 def differences(trained: list[np.ndarray], others: list[np.ndarray]) -> dict[str, float]:

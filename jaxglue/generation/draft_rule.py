@@ -24,8 +24,8 @@ their keys and values takes 6.
 DRAFTED_AS_LONG = 110
 """The same of rows that verify drafts.
 
-Measured on an H200 (`drafts.json`): such a row of Qwen3.5-9B takes 0.04 to 0.06 ms from 64 sequences on, and reading its
-weights 4.3.
+Measured on an H200 (`drafts.json`): such a row of Qwen3.5-9B takes 0.04 to 0.06 ms from 64 sequences on, and reading
+its weights 4.3.
 """
 _PRIOR, _STEPS = 0.7, 4.0
 """Share of drafts that are accepted before any was seen, and the steps that this counts as."""
