@@ -202,7 +202,7 @@ def _objective(record: Mapping[str, Any]) -> ReadObjective:
         "embed": ("pooling", "bidirectional", "query_prompt", "document_prompt", "max_text_length"),
         "rerank": ("rerank_instruction", "max_document_length"),
     }.get(kind, ())
-    name = "rerank_score" if record.get("score") else kind
+    name = {"rerank": "rerank_score", "decide": "decide_head"}[kind] if record.get("score") else kind
     settings = {key: record[key] for key in names if key in record}
     return cast(ReadObjective, ObjectiveConfig(objective=name, **settings).make())
 

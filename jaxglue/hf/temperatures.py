@@ -46,6 +46,8 @@ def fold_temperatures(
     require_empty(output)
     record, raw = read_record(base), read_config(base)
     temperatures = {name: float(value) for name, value in record.get("temperatures", {}).items()}
+    if record.get("score"):
+        raise ValueError(f"{base} answers by a head of its own, which other servers do not read: serve it here")
     if record.get("kind") != "decide" or not temperatures:
         raise ValueError(f"{base} has no temperatures: train decisions with --eval-data, and merge an adapter first")
     config = config_from_hf(raw)

@@ -60,6 +60,20 @@ def test_decisions_are_trained_calibrated_and_measured(with_weights, write_jsonl
         export(base=with_weights().model.model, fold_temperatures=True, output=tmp_path / "none")
 
 
+@thorough("objectives/test_decide.py")
+def test_decisions_by_a_head_are_trained_measured_and_merged(with_weights, write_jsonl, tmp_path):
+    data, held_out = write_jsonl(decisions(24)), write_jsonl(decisions(18), "held_out.jsonl")
+    settings = {"objective": "decide_head", "data": (data,), "eval_data": (held_out,), "steps": 3}
+    summary = train(with_weights(**settings, seq_len=256))
+    values = read_metrics(tmp_path / "run")
+    merged = export(adapter=summary.adapter, output=tmp_path / "merged")
+    for model in ({"adapter": summary.adapter}, {"model": merged}):
+        found = evaluate(**model, data=[held_out])
+        assert found["nll/uncalibrated"] == pytest.approx(values["eval_nll"], rel=1e-3)
+    with pytest.raises(ValueError, match="answers by a head of its own"):
+        export(base=merged, fold_temperatures=True, output=tmp_path / "folded")
+
+
 @thorough("objectives/test_embed.py")
 def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_jsonl, tmp_path):
     rows = [
