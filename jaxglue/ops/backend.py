@@ -256,6 +256,7 @@ def check_hopper(capability: Capability | None) -> None:
 
 
 UNTRIED: set[str] = {
+    "Kimi Delta Attention",
     "adapters of experts with few rows",
     "few rows of experts, more than 32 each",
     "steps of drafts",
