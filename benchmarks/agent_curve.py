@@ -1,7 +1,7 @@
 """Train a tiny model to guess numbers in a game of textarena, beside a control whose rewards are shuffled.
 
     pip install textarena
-    python benchmarks/agent_curve.py --json benchmarks/results/agent_curve.json
+    python benchmarks/agent_curve.py --json benchmarks/results/agent_curve.json --plot docs/agent_curve.png
 
 GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses a
 fair share of the games is won by halving what is left. A Qwen3 of about 100,000 parameters with a token for each number
@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from measure import write_results
+from measure import save_figure, write_results
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -45,7 +45,7 @@ def write_model(folder: Path) -> None:
     words = ["<eos>", "<pad>", "<unk>", "=", "higher", "lower", "Player", *(f"[{n}]" for n in GUESSES)]
     words += [f"<{n}>" for n in range(-len(words) % 8)]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"\[\d+\]|\w+|="), "removed", invert=True)
+    tokenizer.pre_tokenizer = Split(Regex(r"\[\d+\]|higher|lower|="), "removed", invert=True)
     named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
     fast.chat_template = TEMPLATE
@@ -126,6 +126,21 @@ def shuffled(plan: Any, generation: Any) -> Any:
     return replace(found, by_function=flat.reshape(found.by_function.shape))
 
 
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the rewards of both runs by step, as means of ten."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    for row, color in zip(results, ("tab:blue", "tab:gray"), strict=True):
+        values, width = row["by step"], 10
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
+        label = {"reward": "reward", "shuffled": "shuffled rewards"}[row["run"]]
+        axes.plot(np.arange(width, len(values) + 1), smooth, color=color, label=label)
+    axes.set(xlabel="step", ylabel="share of games won", ylim=(0, 1))
+    axes.legend(frameon=False)
+    save_figure(figure, path, results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--supervised-steps", type=int, default=60)
@@ -135,6 +150,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=("reward", "shuffled"), default=["reward", "shuffled"])
     parser.add_argument("--folder", type=Path, help="keeps the model between calls")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
@@ -154,6 +170,8 @@ def main() -> None:
             print({key: value for key, value in results[-1].items() if key != "by step"}, flush=True)
             if args.json:
                 write_results(args.json, results)
+        if args.plot and len(results) == 2:
+            plot(results, args.plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ at the rate of a plain reduction in the same run. `adapters` says what these add
 
 import argparse
 import math
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,7 @@ def adapter(layer: Layer, rank: int, seed: int, rows: int, columns: int) -> Expe
     return ExpertAdapter(A.astype(jnp.float32), B.astype(jnp.float32))
 
 
+@lru_cache(maxsize=COPIES)
 def weights_of(layer: Layer, form: str, rank: int, copy: int) -> tuple[Any, Any, ExpertLora]:
     """Return gate and up as one, down, and their adapters, of one copy of the layer."""
     up, down = (2 * layer.F, layer.D), (layer.D, layer.F)
@@ -196,11 +197,15 @@ def main() -> None:
     for name in args.layers:
         layer = LAYERS[name]
         for form in layer.formats if args.formats is None else [f for f in args.formats if f in layer.formats]:
-            rows = []
+            rows = list[dict]()
             for tokens in args.tokens:
-                plain, adapted = (measure(layer, form, tokens, rank, rate) for rank in (0, args.rank))
-                rows += [plain, adapted | {"adapters": f"{adapted['us'] / plain['us'] - 1:+.1%}"}]
-                rows += [measure(layer, form, tokens, 0, rate, tiles) for tiles in WIDE.get(form, ()) if args.wide]
+                rows.append(plain := measure(layer, form, tokens, 0, rate))
+                for tiles in WIDE.get(form, ()) if args.wide else ():
+                    rows.append(measure(layer, form, tokens, 0, rate, tiles))
+                    print(rows[-1], flush=True)
+                adapted = measure(layer, form, tokens, args.rank, rate)
+                rows.append(adapted | {"adapters": f"{adapted['us'] / plain['us'] - 1:+.1%}"})
+                print(rows[-1], flush=True)
             results += [{"layer": name, **row} for row in rows]
             columns = dict.fromkeys(key for row in rows for key in row)
             print(f"\n{name}\n{table([dict.fromkeys(columns, '') | row for row in rows])}", flush=True)

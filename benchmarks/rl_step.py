@@ -178,8 +178,9 @@ class Benchmark:
         if engine is self.drafting:
             copies = [({**trainable, HEAD: {}}, {**frozen, HEAD: self._head}) for trainable, frozen in copies]
         # Of all prompts, so that parts of them need no programs of their own.
+        begun = time.perf_counter()
         plan = engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
-        print(plan, flush=True)
+        print(f"{plan}, planned in {time.perf_counter() - begun:.2f} s", flush=True)
         begun, self.ended = time.perf_counter(), []
         groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
 
@@ -278,7 +279,7 @@ class Benchmark:
         count = max(1, most // self.args.row)
         answers = len(self.groups[0].answers)
         own, sampled = self._trained(self.packed[:count]), self._sampled()
-        turned = [Group(prompt, answers[::-1]) for prompt, answers in self.groups[::-1]]
+        turned = [group._replace(answers=group.answers[::-1]) for group in self.groups[::-1]]
         other = self._trained(self._pack(turned)[-count:])
         total = len(self.groups) * answers
         both = [number for number in own if total - 1 - number in other]
@@ -287,13 +288,14 @@ class Benchmark:
             "layouts": differences([own[number] for number in both], [other[total - 1 - number] for number in both]),
         }
 
-    def against_training(self, trainable: Any = None) -> dict[str, float]:
+    def against_training(self, trainable: Any = None) -> dict[str, Any]:
         """Compare log-probabilities of sampling and training, under these adapters if some are given, on all rows."""
         state = self.state
         self._policy.state = state if trainable is None else state._replace(trainable=trainable)
         own, sampled = self._trained(self.packed), self._sampled()
         self._policy.state = state
-        return differences([own[number] for number in own], [sampled[number] for number in own])
+        found = differences([own[number] for number in own], [sampled[number] for number in own])
+        return found | {"places": places(own, sampled)}
 
     def _trained(self, packed: list[Packed]) -> dict[int, np.ndarray]:
         """Return the log-probabilities of micro-batches' answers by training's programs, by the answers' numbers."""
@@ -308,6 +310,12 @@ class Benchmark:
 
     def _sampled(self) -> list[np.ndarray]:
         return [answer.log_probs for group in self.groups for answer in group.answers]
+
+
+def places(trained: dict[int, np.ndarray], others: list[np.ndarray], most: int = 8) -> list[str]:
+    """Return the first tokens whose log-probabilities differ, as answer: token of so many."""
+    unequal = ((number, np.flatnonzero(own != others[number]), len(own)) for number, own in sorted(trained.items()))
+    return [f"{number}: {token} of {length}" for number, tokens, length in unequal for token in tokens][:most]
 
 
 def differences(trained: list[np.ndarray], others: list[np.ndarray]) -> dict[str, float]:

@@ -121,8 +121,8 @@ class PackedContext:
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
     latents: LatentCache = field(default="none", metadata={"static": True})
-    ranks: Bool[Array, "tokens R"] | None = None
-    """Ranks of the adapters that each token uses; None for all. One row serves all tokens."""
+    ranks: Bool[Array, "*tokens R"] | None = None
+    """Ranks of the adapters that each token uses, [1, R] for one choice of all tokens; None for all ranks."""
     exact: bool = field(default=False, metadata={"static": True})
     """Compute each token's values with the bits that sampling gives it, of segments whose parts begin at tiles."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
@@ -19,6 +19,22 @@ class TokenDocument(NamedTuple):
     tokens: Int[np.ndarray, " T"]
     targets: Int[np.ndarray, " T"]
     columns: Mapping[str, Float[np.ndarray, " T"]]
+    ranks: Bool[np.ndarray, " R"] | None = None
+    """Ranks of the adapters that it uses, of documents that share rows with those of other models; None for all."""
+
+
+def check_documents(documents: Sequence[TokenDocument], rows: Rows, vocabulary: int) -> None:
+    """Raise ValueError for no document, or one that is longer than a row or holds other than tokens and numbers."""
+    if not documents or max(len(each.tokens) for each in documents) > rows.seq_len:
+        raise ValueError(f"expected documents of at most {rows.seq_len} tokens, and at least one: raise seq_len")
+    for number, document in enumerate(documents, 1):
+        _check_document(document, vocabulary, f"document {number}")
+
+
+def rows_of(documents: Sequence[TokenDocument], rows: Rows) -> int:
+    """Return how many rows the documents take, with those that fill up their last micro-batch."""
+    lengths = np.array([len(each.tokens) for each in documents])
+    return -(-plan_packing(lengths, seq_len=rows.seq_len).rows // rows.batch_size) * rows.batch_size
 
 
 def pack_documents(
@@ -36,10 +52,7 @@ def pack_documents(
         ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
     """
     size, seq_len = rows.batch_size, rows.seq_len
-    if not documents or max(len(each.tokens) for each in documents) > seq_len:
-        raise ValueError(f"expected documents of at most {seq_len} tokens, and at least one: raise seq_len")
-    for number, document in enumerate(documents, 1):
-        _check_document(document, vocabulary, f"document {number}")
+    check_documents(documents, rows, vocabulary)
     lengths = np.array([len(each.tokens) for each in documents])
     plan = plan_packing(lengths, seq_len=seq_len)
     slots = max(slots, segment_bucket(plan.max_segments))
@@ -49,6 +62,9 @@ def pack_documents(
     arrays: dict[str, Any] = {name: np.zeros((len(members), seq_len), np.float32) for name in names}
     tokens: Any = np.zeros((len(members), seq_len), np.int32)
     targets: Any = np.zeros_like(tokens)
+    ranks: Any = None
+    if (own_ranks := documents[0].ranks) is not None:
+        ranks = np.zeros((*tokens.shape, len(own_ranks)), bool)
     places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(documents)
     for row, own in enumerate(members):
         for document, last in zip(own, np.cumsum(lengths[own]), strict=True):
@@ -57,6 +73,8 @@ def pack_documents(
             tokens[row, part], targets[row, part], arrays[""][row, part] = each.tokens, each.targets, 1
             for name, values in each.columns.items():
                 arrays[name][row, part] = values
+            if ranks is not None:
+                ranks[row, part] = each.ranks
     batches = []
     for first in range(0, len(members), size):
         part = slice(first, first + size)
@@ -68,6 +86,7 @@ def pack_documents(
                 targets=targets[part],
                 loss_weights=arrays[""][part],
                 segments=segments,
+                ranks=None if ranks is None else ranks[part],
                 columns={name: values[part] for name, values in arrays.items() if name},
             )
         )

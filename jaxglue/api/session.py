@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.api.documents import TokenDocument, pack_documents
+from jaxglue.api.documents import TokenDocument, check_documents, pack_documents, rows_of
 from jaxglue.api.losses import DistillationLoss, FunctionLoss, Loss, token_losses
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
@@ -54,6 +54,10 @@ _STEPS = 1000
 """Steps for which a plan is chosen where none are given."""
 
 
+Derive = Callable[[TokenDocument, Float[np.ndarray, " T"]], TokenDocument]
+"""Returns a document with columns that follow from its targets' log-probabilities."""
+
+
 class Answer(NamedTuple):
     """A sampled answer."""
 
@@ -64,6 +68,17 @@ class Answer(NamedTuple):
     """Log-probabilities of the tokens, at the temperature."""
     ended: bool
     """False for an answer that reached its longest length."""
+
+
+class TokenLosses(NamedTuple):
+    """Losses of documents of tokens."""
+
+    losses: list[float]
+    """Sum over the tokens of each."""
+    log_probs: list[Float[np.ndarray, " T"]]
+    """Of each one's targets."""
+    gradients: Params | None
+    """Of the sum of all; None where they were not asked for."""
 
 
 class Session:
@@ -133,6 +148,11 @@ class Session:
     def frozen(self) -> Params:
         """Return the weights below the adapters."""
         return self._state.frozen
+
+    @property
+    def trained(self) -> Params:
+        """Return the trained parameters, which a step replaces."""
+        return self._state.trainable
 
     @property
     def origin(self) -> tuple[Any, ...]:
@@ -226,48 +246,77 @@ class Session:
     def _add_gradients(self, step: Step, objective: Objective | None) -> float:
         """Add the gradients of a step by the session's objective or another; return the loss."""
         value, gradients = loss_and_gradients(self._parts, self._state, step, objective)
-        self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+        self.add_gradients(gradients)
         return float(value)
 
+    def add_gradients(self, gradients: Params) -> None:
+        """Add gradients of the trained parameters to those of the next `optim_step`."""
+        self._gradients = gradients if self._gradients is None else _add(self._gradients, gradients)
+
     def forward_backward_tokens(
+        self, documents: Sequence[TokenDocument], loss: Loss, *, backward: bool = True, derive: Derive | None = None
+    ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
+        """Add the gradients of a loss's sum over the documents' tokens; return the sum and `log_probs`.
+
+        Arguments and errors are those of `token_losses`.
+        """
+        found = self.token_losses(documents, loss, backward=backward, derive=derive)
+        if found.gradients is not None:
+            self.add_gradients(found.gradients)
+        return sum(found.losses), found.log_probs
+
+    def token_losses(
         self,
         documents: Sequence[TokenDocument],
         loss: Loss,
         *,
+        weights: Params | None = None,
         backward: bool = True,
-        derive: Callable[[TokenDocument, Float[np.ndarray, " T"]], TokenDocument] | None = None,
-    ) -> tuple[float, list[Float[np.ndarray, " T"]]]:
-        """Add the gradients of a loss's sum over the documents' tokens.
+        derive: Derive | None = None,
+    ) -> TokenLosses:
+        """Return a loss of documents' tokens, and the gradients of its sum; change nothing.
 
         Args:
             documents: at least one.
             loss: function of the targets' log-probabilities and of the documents' columns.
-            backward: add gradients; False changes nothing.
+            weights: trained parameters in place of the session's; of other ranks, where documents say which they use.
+            backward: compute gradients.
             derive: returns a document with columns that follow from its targets' log-probabilities, as constants.
-
-        Returns:
-            the sum, and of each document the log-probabilities of its targets.
 
         Raises:
             ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
         """
+        state = self._state if weights is None else self._state._replace(trainable=weights)
+        step, places = self._pack_documents(documents)
+        found = np.concatenate([np.asarray(part) for part in self._log_probs_of(state.trainable, step)])
+        log_probs = [found[row, first:last] for row, first, last in places]
+        if derive is not None:
+            step, places = self._pack_documents([*map(derive, documents, log_probs)])
+        gradients = None
+        if backward:
+            objective = FunctionLoss(config=self._setup.objective.config, function=loss)
+            _, gradients = loss_and_gradients(self._parts, state, step, objective)
+        columns = [batch.columns for batch in step.micro_batches]
+        whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+        losses = np.asarray(token_losses(loss, jnp.asarray(found), whole))
+        return TokenLosses([float(losses[row, first:last].sum()) for row, first, last in places], log_probs, gradients)
+
+    def _pack_documents(self, documents: Sequence[TokenDocument]) -> tuple[Step, list[tuple[int, int, int]]]:
         size = self._setup.model.vocab_size
         step, places = pack_documents(documents, self._setup.rows, slots=self._slots, vocabulary=size)
         self._slots = step.micro_batches[0].segments.slots
-        objective = FunctionLoss(config=self._setup.objective.config, function=loss)
-        found = np.concatenate([np.asarray(part) for part in self.log_probs(step)])
-        if derive is not None:
-            pairs = zip(documents, places, strict=True)
-            derived = [derive(each, found[row, first:last]) for each, (row, first, last) in pairs]
-            step, places = pack_documents(derived, self._setup.rows, slots=self._slots, vocabulary=size)
-        if backward:
-            value = self._add_gradients(step, objective)
-        else:
-            columns = [batch.columns for batch in step.micro_batches]
-            whole: dict[str, Any] = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
-            counted = np.concatenate([batch.loss_weights for batch in step.micro_batches])
-            value = float(jnp.sum(jnp.where(counted > 0, token_losses(loss, jnp.asarray(found), whole), 0.0)))
-        return value, [found[row, first:last] for row, first, last in places]
+        return step, places
+
+    def check_documents(self, documents: Sequence[TokenDocument]) -> None:
+        """Raise the errors of `token_losses`."""
+        check_documents(documents, self._setup.rows, self._setup.model.vocab_size)
+
+    def shares_rows(self, lists: Sequence[Sequence[TokenDocument]]) -> bool:
+        """Return whether lists of documents take fewer rows together, and have the same losses there as alone."""
+        alone = sum(rows_of(documents, self._setup.rows) for documents in lists)
+        together = rows_of([document for documents in lists for document in documents], self._setup.rows)
+        is_same = self._setup.mesh.devices == 1 and self._parts.noise_key(0) is None
+        return is_same and together < alone
 
     def sample_tokens(
         self, requests: Sequence[Request], stops: Collection[int] | None = None, weights: Params | None = None
@@ -321,7 +370,10 @@ class Session:
             ValueError: as `forward_backward`.
         """
         step = rows if isinstance(rows, Step) else self._pack(rows, NO_COLUMNS)
-        log_probs = partial(self._parts.executor.log_probs, self._state.trainable, self._state.frozen)
+        return self._log_probs_of(self._state.trainable, step)
+
+    def _log_probs_of(self, trainable: Params, step: Step) -> list[Float[np.ndarray, "B T"]]:
+        log_probs = partial(self._parts.executor.log_probs, trainable, self._state.frozen)
         return [np.asarray(log_probs(batch)) for batch in self._parts.place(step)]
 
     def sample(

@@ -22,7 +22,7 @@ def main(config: ServeConfig) -> None:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
     from jaxglue.generation.assistant import Assistant
     from jaxglue.generation.reading import LoadedModel, find_record
-    from jaxglue.serve.reading import make_readers
+    from jaxglue.serve.reading import make_readers, warm_up
     from jaxglue.serve.server import make_app, make_read_app
     from jaxglue.serve.service import Service
 
@@ -32,7 +32,10 @@ def main(config: ServeConfig) -> None:
             raise ValueError(f"--adapters: a model for {record['kind']} is served alone: leave it out")
         alone = make_readers(LoadedModel.load(config), record, most=config.max_requests)
         assert alone is not None
+        echo("compiling the programs", error=True)
         try:
+            for reader in alone.readers.values():
+                warm_up(reader)
             _run(config, make_read_app(alone, config), [config.served_name])
         finally:
             alone.close()
@@ -52,6 +55,8 @@ def main(config: ServeConfig) -> None:
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
+        if record and reading is not None:  # the model is for such requests
+            warm_up(reading.readers[record["kind"]])
         _run(config, make_app(assistant, service, config, reading), [config.served_name, *config.named_adapters])
     except KeyboardInterrupt:
         echo("jaxglue serve: interrupted", error=True)

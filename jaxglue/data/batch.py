@@ -152,6 +152,8 @@ class Batch:
     columns: dict[str, Float32[Array, "B ..."]] = field(default_factory=dict)
     """Columns of rows that an objective reads: for each token of texts and chats [B, T], for each unit of answers
     [B, U]."""
+    ranks: Bool[Array, "B T R"] | None = None
+    """Ranks of the adapters that each token uses, where rows hold documents of several models; None for all."""
     sources: Int32[Array, "B T"] | None = None
     """Source of each token, in evaluation on several sources only."""
     images: Any = None
@@ -162,7 +164,7 @@ class Batch:
         segments = split_segments(self.segments, devices)
         assert segments.split is not None
         own = partial(split_tokens, order=np.asarray(segments.split.order))
-        names = "tokens", "targets", "loss_weights", "sources"
+        names = "tokens", "targets", "loss_weights", "ranks", "sources"
         fields = {name: own(getattr(self, name)) for name in names}
         answers = self.answers and replace(self.answers, owners=own(self.answers.owners))
         rollouts = self.rollouts and self.rollouts.split(np.asarray(segments.split.order))

@@ -56,9 +56,20 @@ class DecisionEncoder(UnitEncoder):
         return self.asked(read_state(row["state"]), questions, targets)
 
     def asked(
-        self, state: str, questions: Mapping[str, Question], targets: list[list[float]] | None = None
+        self,
+        state: str,
+        questions: Mapping[str, Question],
+        targets: list[list[float]] | None = None,
+        *,
+        system: str | None = None,
     ) -> UnitText:
         """Return a state with questions; without targets their options have the same probabilities.
+
+        Args:
+            state: text.
+            questions: by id.
+            targets: gold probabilities of each one's options.
+            system: message in place of the encoder's.
 
         Raises:
             ValueError: options beyond the labels, or that have the same tokens; names the question.
@@ -72,7 +83,15 @@ class DecisionEncoder(UnitEncoder):
             gold = targets[index] if targets else [1 / len(question.options)] * len(question.options)
             parts.append(self._part_text(question, gold))
         begins = [] if self._frame.has_template else [beginning(self.tokenizer)]
-        return UnitText([*begins, f"{self._frame.head}{self.protected(state)}{self._frame.between}"], parts)
+        head = self._head(system) if system else self._frame.head
+        return UnitText([*begins, f"{head}{self.protected(state)}{self._frame.between}"], parts)
+
+    def _head(self, system: str) -> str:
+        """Return the text before a state behind another system message."""
+        frame = Frame.of(self.template, self.protected(system))
+        if frame[1:] != self._frame[1:]:
+            raise ValueError("the chat template ends otherwise behind such instructions: put them into the state")
+        return frame.head
 
     def _check(self, question: Question) -> None:
         self.labels.check(question)

@@ -210,19 +210,19 @@ class Parts(NamedTuple):
 
 
 def question_parts(question: Question, names: Sequence[str]) -> Parts:
-    """Return a question's text, whose options have these labels."""
-    intro = f"{question.instructions}\n" if question.instructions else ""
+    """Return a question's text, whose options have these labels: that of vLLM's reader of decisions."""
+    intro = f"Question: {question.instructions}\n" if question.instructions else ""
     if question.type == YES_NO:
         described = zip(names, question.options, strict=True)
         means = "".join(f"{word}: {option.description}\n" for word, option in described if option.description)
-        return Parts(intro + means, [], f"Answer {' or '.join(names)}.")
+        return Parts(intro + means, [], f"Answer with {' or '.join(names)} only.")
     lines = [(f"{label}:", f" {_line(option)}\n") for label, option in zip(names, question.options, strict=False)]
-    kind = "letter" if question.type == CHOICE else "number"
-    return Parts(intro, lines, f"Answer with the {kind} of one option.")
+    what = "letter of one option" if question.type == CHOICE else "number of one level"
+    return Parts(intro, lines, f"Answer with the {what} only.")
 
 
 def _line(option: Option) -> str:
-    return option.name if option.description is None else f"{option.name} — {option.description}"
+    return option.name if option.description is None else f"{option.name} - {option.description}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class EmbedHead:
         neftune_alpha: float = 0.0,
         layout: Layout = SINGLE_DEVICE,
     ):
-        self._exact = exact
+        self.exact = exact
         self._neftune_alpha = neftune_alpha
         self._graphdefs, self.config, self._dtype, self._attention = graphdefs, config, dtype, attention
         if tile is not None and router_losses is not None and router_losses.balance:
@@ -124,7 +124,8 @@ class EmbedHead:
                 router_losses=router_losses,
                 backend=self._attention,
                 tile=self._tile,
-                exact=self._exact,
+                exact=self.exact,
+                ranks=batch.ranks,
                 dropout_key=layer_key,
                 fp8=fp8,
                 layer_input=layer_input,
@@ -173,7 +174,7 @@ class EmbedHead:
     ) -> Float[Array, "B T"]:
         """Return log-probabilities of a batch's targets, at the objective's temperature; 0 where they do not count."""
         parts = self.parts(trainable), self.parts_on_device(frozen)
-        return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights)
+        return self._token_log_probs_program(*parts, x, batch.targets, batch.loss_weights, batch.ranks)
 
     def read(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, "B A *K"]:
         """Return what the objective's model gives for each part of a batch (`ReadObjective.outputs`)."""
@@ -343,7 +344,7 @@ class EmbedHead:
 
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
-            hidden, output = self.normed_output(trainable, frozen, x)
+            hidden, output = self.normed_output(trainable, frozen, x, batch.ranks)
             values = HeadValues(hidden, output, batch, softcap=self.config.scales.logit_softcap)
             if self.config.labels > 1:
                 return sum_labels(values.class_scores, batch.answers)
@@ -352,21 +353,21 @@ class EmbedHead:
         specs = (stored, layout.batch_spec, layout.batch_specs(batch))
         return per_device(program, layout.mesh, specs, layout.row_spec)((trainable, frozen), x, batch)
 
-    def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted):
+    def _token_log_probs(self, trainable: Params, frozen: Params, x, targets, counted, ranks):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
         softcap, temperature = self.config.scales.logit_softcap, self._objective.temperature
 
-        def program(weights, x, targets, counted):
+        def program(weights, x, targets, counted, ranks):
             trainable, frozen = gather(layout, weights, stored)
-            hidden, output = self.normed_output(trainable, frozen, x)
+            hidden, output = self.normed_output(trainable, frozen, x, ranks)
             tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
             options: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
-            log_probs = linear_log_probs(*tokens, **options, exact=self._exact)
+            log_probs = linear_log_probs(*tokens, **options, exact=self.exact)
             return log_probs.reshape(targets.shape)
 
         rows = layout.batch_spec
-        specs = (stored, rows, rows, rows)
-        return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted)
+        specs = (stored, rows, rows, rows, rows)
+        return per_device(program, layout.mesh, specs, rows)((trainable, frozen), x, targets, counted, ranks)
 
     def _read(self, trainable: Params, frozen: Params, x, batch: Batch):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
@@ -374,7 +375,7 @@ class EmbedHead:
 
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
-            hidden, output = self.normed_output(trainable, frozen, x)
+            hidden, output = self.normed_output(trainable, frozen, x, batch.ranks)
             sizes: dict[str, Any] = {"softcap": self.config.scales.logit_softcap, "width": self.config.hidden_size}
             return objective.outputs(HeadValues(hidden, output, batch, **sizes), batch.reads)
 
@@ -386,15 +387,23 @@ class EmbedHead:
         name = self._graphdefs.output_name
         return merge_module(self._graphdefs.output, trainable[name], frozen[name])
 
-    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M W"], Any]:
-        """Return all tokens' normed hidden states, `with_low_rank` for the output projection, and its module."""
+    def normed_output(self, trainable: Params, frozen: Params, x, ranks: Any = None) -> tuple[Float[Array, "M W"], Any]:
+        """Return all tokens' normed hidden states, `with_low_rank` for the output projection, and its module.
+
+        Args:
+            trainable, frozen: parameters of the head's parts.
+            x: the last layer's output.
+            ranks: of a batch; None for all.
+        """
+        ranks = None if ranks is None else ranks.reshape(-1, ranks.shape[-1])
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return with_low_rank(output, norm(x).reshape(-1, self.config.hidden_size)), output
+        normed = norm(x, exact=self.exact)
+        return with_low_rank(output, normed.reshape(-1, self.config.hidden_size), ranks), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
-        hidden, output = self.normed_output(trainable, frozen, x)
+        hidden, output = self.normed_output(trainable, frozen, x, batch.ranks)
         softcap = self.config.scales.logit_softcap
         targets = HeadValues(
             hidden,
@@ -404,7 +413,7 @@ class EmbedHead:
             softcap=softcap,
             temperature=self._objective.temperature,
             width=self.config.hidden_size,
-            exact=self._exact,
+            exact=self.exact,
         )
         values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

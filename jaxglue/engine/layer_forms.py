@@ -178,7 +178,8 @@ def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any
     count, rest = divmod(B * T, context.tile or B * T)
     if rest:
         raise ValueError(f"a tile of {context.tile} tokens does not divide {B} × {T} tokens: use a divisor")
-    by_token = context.rope, context.segments.segment_ids
+    ranks = None if context.ranks is None or len(context.ranks.shape) == 2 else context.ranks
+    by_token = context.rope, context.segments.segment_ids, ranks
     tiled = jax.checkpoint(function, prevent_cse=False)
 
     def step(_, inputs):
@@ -195,11 +196,14 @@ def _split(array: Array, count: int) -> Array:
     return array.reshape(count, 1, -1, *array.shape[2:])
 
 
-def _tile_context(context: PackedContext, index: Array, rope: RopeTables, segment_ids: Array) -> PackedContext:
+def _tile_context(
+    context: PackedContext, index: Array, rope: RopeTables, segment_ids: Array, ranks: Array | None
+) -> PackedContext:
     """Return the context of a tile: with its tokens' values, and dropout of its own."""
     segments = replace(context.segments, segment_ids=segment_ids)
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
     tile = replace(context, segments=segments, rope=rope, dropout_key=key, attention_out=None, tile=None)
+    tile = tile if ranks is None else replace(tile, ranks=ranks)
     return tile if context.router_losses is None else replace(tile, router_losses=_tile_losses(context, tile))
 
 

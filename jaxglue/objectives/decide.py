@@ -23,7 +23,9 @@ from jaxglue.ops.segments import segment_bucket
 _NO = -1e30
 """Logit of options that a question does not have; finite, so that gradients are."""
 _SCORE = TYPES.index("score")
-_VERSION = 1
+_USUAL_OPTIONS = 16
+"""Options of questions up to which batches of few shapes are alike."""
+_VERSION = 2
 """Increment when questions read otherwise, to tokenize anew."""
 
 
@@ -48,7 +50,8 @@ class DecideTask(ReadTask):
         """Return label tokens, the option that each stands for, gold probabilities, and types."""
         assert dataset.labels is not None
         table, labels, most = dataset.table, dataset.labels, dataset.most_options
-        width, options = labels.width(most), segment_bucket(most)
+        least = _USUAL_OPTIONS if dataset.slot_tokens else 1
+        width, options = labels.width(most), segment_bucket(max(most, least))
         owners = np.full((*parts.parts.shape, width), -1, np.int32)
         gold, kinds = np.zeros((*parts.parts.shape, options), np.float32), np.zeros(parts.parts.shape, np.int32)
         for at in zip(*np.nonzero(parts.parts >= 0), strict=True):
@@ -93,25 +96,41 @@ class Decisions(ReadObjective):
     @property
     def title(self) -> str:
         """Return the objective's name with what is beside the cross-entropy."""
-        weights = ("label_smoothing", "brier_weight", "rps_weight", "ordinal_weight")
+        weights = ("label_smoothing", "brier_weight", "rps_weight", "ordinal_weight", "vocabulary_weight")
         beside = [f"{name.replace('_', ' ')} {value:g}" for name in weights if (value := getattr(self.config, name))]
         order = ["options permuted"] if self.config.permute_options else []
         return ", ".join(["decisions from label tokens", *beside, *order])
 
-    def sums_of(self, outputs: Float[Array, "B A C"], reads: Reads) -> Float[Array, " sums"]:
+    def part_sums(self, values: PartValues, reads: Reads) -> Float[Array, " sums"]:
+        """Return the sums of `__call__`; the whole vocabulary is read only where it has a weight."""
+        return self.sums_of(self._read(values, reads, has_mass=self.config.vocabulary_weight > 0), reads)
+
+    def sums_of(self, outputs: Float[Array, "B A K"], reads: Reads) -> Float[Array, " sums"]:
         """Return [Σ loss, Σ accuracy, Σ Brier score] over questions."""
-        log_p, gold = log_softmax(outputs), reads.values["gold"]
+        gold = reads.values["gold"]
+        log_p = log_softmax(outputs[..., : gold.shape[-1]])
         p = jnp.exp(log_p)
         brier = ((p - gold) ** 2).sum(-1)
         chosen = jnp.argmax(log_p, axis=-1, keepdims=True)
         right = jnp.take_along_axis(gold, chosen, axis=-1)[..., 0] >= gold.max(-1) - 1e-6
         losses = self._losses(log_p, p, gold, brier, reads)
+        if weight := self.config.vocabulary_weight:
+            losses -= weight * outputs[..., -1]
         return jnp.stack([jnp.sum(reads.used * each) for each in (losses, *map(stop_gradient, (right * 1.0, brier)))])
 
-    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C"]:
-        """Return the logits of each question's options."""
-        logits = values.read_logits(reads.values["tokens"])
-        return option_logits(logits, reads.values["owners"], reads.values["gold"].shape[-1])
+    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C+1"]:
+        """Return the logits of each question's options, and the log of these labels' share of all probability."""
+        return self._read(values, reads, has_mass=True)
+
+    def _read(self, values: PartValues, reads: Reads, *, has_mass: bool) -> Float[Array, "B A K"]:
+        tokens = reads.values["tokens"]
+        logits = values.read_logits(tokens)
+        found = option_logits(logits, reads.values["owners"], reads.values["gold"].shape[-1])
+        if not has_mass:
+            return found
+        every = logits[..., 0] - values.read_log_probs(tokens[:, 0])
+        mass = jnp.where(reads.used > 0, logsumexp(found, axis=-1) - every, 0)
+        return jnp.concatenate([found, mass[..., None]], axis=-1)
 
     def _losses(
         self,
@@ -145,6 +164,7 @@ class Decisions(ReadObjective):
         logits, gold, kinds = gold_outputs(found)
         log_p = calibration.log_softmax(logits)
         values = calibration.measures(log_p, gold)
+        values["label_mass"] = float(label_masses(found).mean())
         for kind, name in enumerate(TYPES):
             if (own := kinds == kind).any() and not own.all():
                 values |= {f"{key}/{name}": value for key, value in calibration.measures(log_p[own], gold[own]).items()}
@@ -195,8 +215,14 @@ class Decisions(ReadObjective):
 
 def gold_outputs(found: PartOutputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return logits [N, C], −∞ where a question has no option, gold [N, C] and types [N], in float64."""
-    logits, gold = found.outputs.astype(np.float64), found.values["gold"].astype(np.float64)
+    gold = found.values["gold"].astype(np.float64)
+    logits = found.outputs[:, : gold.shape[-1]].astype(np.float64)
     return np.where(logits > _NO / 2, logits, -np.inf), gold, found.values["kinds"]
+
+
+def label_masses(found: PartOutputs) -> np.ndarray:
+    """Return the share of the whole vocabulary's probability that each question's labels have, [N]."""
+    return np.exp(found.outputs[:, -1].astype(np.float64))
 
 
 def _has_option(reads: Reads) -> Bool[Array, "B A C"]:

@@ -20,6 +20,9 @@ class DecideSettings(ObjectiveConfig):
     """Weight of the squared differences between their sums up to each level of a score (ranked probability score)."""
     ordinal_weight: NonNegativeFloat = 0.0
     """Weight of the expected distance between a score's level and the gold one, in shares of its range."""
+    vocabulary_weight: NonNegativeFloat = 0.0
+    """Weight of −log of the labels' share of the whole vocabulary's probability, so that a model which also writes
+    text answers with labels; with 1 the loss is the cross-entropy over all tokens."""
     permute_options: bool = False
     """Show the options of choices in another order each time in training; evaluation says what their order changes."""
 

@@ -7,7 +7,7 @@
 
 and in the loop `tinker.ServiceClient(base_url="http://127.0.0.1:8001", api_key=…)`. A request is answered with the name
 of its result, which the SDK asks for; one thread computes results in the order of the requests, but that requests for
-answers are answered together, by whichever saved weights.
+answers are answered together, by whichever saved weights, and documents of several requests for losses share rows.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ import re
 import secrets
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxglue.api.documents import TokenDocument
 from jaxglue.api.session import Session
 from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
@@ -38,8 +41,8 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
 from jaxglue.serve.local import foreign_page
 from jaxglue.terminal.lines import echo
-from jaxglue.tinker.adapters import Adapter, side_by_side
-from jaxglue.tinker.losses import find_loss, read_document
+from jaxglue.tinker.adapters import Adapter, gradients_of_each, side_by_side
+from jaxglue.tinker.losses import TokenLoss, find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam
 
@@ -50,12 +53,14 @@ _KEPT_RESULTS = 1024
 _KEPT_SAMPLERS = 16
 """Saved weights that can be sampled from: each is a copy of an adapter on the GPU."""
 _TOGETHER = 4
-"""Saved weights whose answers are written together: programs are compiled for their ranks."""
+"""Adapters that answer, or train, in the same rows: programs are compiled for their ranks."""
+_LOOKED_AT = 64
+"""Requests for losses that wait, of which those that fit are computed together."""
 _MOST_SAMPLES = 1024
 _MOST_LIKELY = 100
 _LARGEST_RANK = 4096
 _PROTOBUF = "application/x-protobuf"
-_NAME = re.compile(r"[\w.-]{1,100}")
+_NAME = re.compile(r"[\w.:-]{1,100}")
 _CLIENT = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
 """Settings of the SDK's client."""
 
@@ -81,6 +86,26 @@ class _Sampler(NamedTuple):
     adapter: Adapter
 
 
+@dataclass(frozen=True, eq=False)
+class _Losses:
+    """A request for losses that waits."""
+
+    request: LossRequest
+    after: int
+    """Operations of its model that come before."""
+    result: Future[bytes] = field(default_factory=Future)
+
+    @cached_property
+    def loss(self) -> TokenLoss:
+        """Return the loss; raise ValueError for one that there is not."""
+        return find_loss(self.request.loss, self.request.config)
+
+    @cached_property
+    def documents(self) -> list[TokenDocument]:
+        """Return the documents; raise ValueError for arrays that the loss does not read."""
+        return [read_document(datum.tokens, datum.inputs, self.loss.columns) for datum in self.request.data]
+
+
 class TinkerServer:
     """Models in training for the `tinker` SDK: sessions on the weights of one base.
 
@@ -95,7 +120,12 @@ class TinkerServer:
         self._settings, self._most = settings, models
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Sampler] = {}
+        self._saved: dict[Path, tuple[int, bool]] = {}
+        """Ranks of saved weights, and whether the output projection is among them, by their folders."""
         self._results: dict[str, Future] = {}
+        self._waiting: list[_Losses] = []
+        self._begun, self._done = Counter[str](), Counter[str]()
+        """Operations of each model that were asked for, and those that are over."""
         self._asked: list[tuple[str, Mapping[str, Any], Future[bytes]]] = []
         """Requests for answers that wait, with the names of their weights."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jaxglue-tinker")
@@ -127,6 +157,7 @@ class TinkerServer:
             Route("/api/v1/forward_backward", self._guarded(self._losses), methods=["POST"]),
             Route("/api/v1/asample", self._guarded(self._answers), methods=["POST"]),
             Route("/api/v1/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
+            Route("/api/v1/sessions/{session}/finish", self._guarded(self._finish), methods=["POST"]),
         ]
         routes += [
             Route(f"/api/v1/{name}", self._guarded(_answering(do)), methods=["POST"]) for name, do in posts.items()
@@ -177,9 +208,18 @@ class TinkerServer:
 
         return run
 
-    def _promise(self, do: Callable, argument: Any) -> Response:
+    def _promise(self, do: Callable, body: Mapping[str, Any]) -> Response:
         """Begin an operation after those before it; return the name of its result."""
-        return JSONResponse({"request_id": self._keep(self._worker.submit(do, argument))})
+        model = str(body.get("model_id"))
+        self._begun[model] += 1
+
+        def run() -> Any:
+            try:
+                return do(body)
+            finally:
+                self._done[model] += 1
+
+        return JSONResponse({"request_id": self._keep(self._worker.submit(run))})
 
     def _keep(self, result: Future) -> str:
         """Keep a result to come until it is asked for; return its name."""
@@ -190,7 +230,12 @@ class TinkerServer:
         return name
 
     async def _losses(self, http: HttpRequest) -> Response:
-        return self._promise(self._forward_backward, read_loss_request(await _read(http)))
+        """Let a request for losses wait for the thread, which may compute it with others before."""
+        request = read_loss_request(await _read(http))
+        asked = _Losses(request, self._begun[request.model_id])
+        self._waiting.append(asked)
+        self._worker.submit(self._compute_losses, asked)
+        return JSONResponse({"request_id": self._keep(asked.result)})
 
     async def _answers(self, http: HttpRequest) -> Response:
         """Let a request for answers wait for the thread, which takes all that wait at once."""
@@ -220,29 +265,42 @@ class TinkerServer:
         result = future.result()
         return Response(result, media_type=_PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
 
+    async def _finish(self, http: HttpRequest) -> Response:
+        """Free the models of a client's session, after what it asked for; what it saved stays."""
+        prefix = f"{http.path_params['session']}:"
+        self._worker.submit(self._unload_all, prefix)
+        return JSONResponse({})
+
     def _model(self, body: Mapping[str, Any]) -> _Model:
         if (model := self._models.get(str(body.get("model_id")))) is None:
             raise RefusedError(f"no model {body.get('model_id')!r:.100}")
         return model
 
     def _create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if len(self._models) >= self._most:
-            raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
-        self._check_base(body.get("base_model"))
         lora = _object(body, "lora_config") or {"rank": 32}
         if not (_flag(lora, "train_attn", True) and _flag(lora, "train_mlp", True)):
             raise ValueError("lora_config: attention and feed-forwards are adapted together")
         unembed = _flag(lora, "train_unembed", True)
-        targets = ["all-linear", *(["lm_head"] if unembed else [])]
         if (rank := _whole(lora, "rank", 32)) > _LARGEST_RANK:
             raise ValueError(f"lora_config.rank: expected at most {_LARGEST_RANK:,}, got {rank:,}")
-        adapter = {"rank": rank, "alpha": 32.0, "targets": tuple(targets)}
-        optimizer = SteppedAdam()
+        return {"type": "create_model", "model_id": self._add_model(body, rank, unembed)}
+
+    def _add_model(self, body: Mapping[str, Any], rank: int, unembed: bool) -> str:
+        """Add a model by the number that its session gives it; return its name."""
+        absent = body.get("model_seq_id") is None
+        number = uuid.uuid4().hex if absent else _whole(body, "model_seq_id", 0, least=0)
+        name = f"{_name(body.get('session_id'))}:train:{number}"
+        if name in self._models:
+            raise ValueError(f"model_seq_id: {name} is in training")
+        if len(self._models) >= self._most:
+            raise ValueError(f"{self._most} models are in training: unload one, or serve with models=…")
+        self._check_base(body.get("base_model"))
+        targets = "all-linear", *(["lm_head"] if unembed else [])
+        adapter, optimizer = {"rank": rank, "alpha": 32.0, "targets": targets}, SteppedAdam()
         base = next((model.session for model in self._models.values() if model.unembed == unembed), None)
         session = Session(optimizer=optimizer, base=base, **{**adapter, **self._settings})
-        name = f"model-{uuid.uuid4()}"
         self._models[name] = _Model(session, optimizer, rank, unembed)
-        return {"type": "create_model", "model_id": name}
+        return name
 
     def _check_base(self, asked: Any) -> None:
         """Refuse a model of another name than that served, whose folder may stand elsewhere or on the hub.
@@ -256,11 +314,18 @@ class TinkerServer:
             raise ValueError(f"base_model: this server trains {served}, got {asked!r:.100}")
 
     def _unload_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model = self._model(body)
-        model.session.close()
-        del self._models[body["model_id"]]
-        self._samplers = {name: sampler for name, sampler in self._samplers.items() if sampler.model is not model}
+        self._model(body)
+        self._unload(body["model_id"])
         return {"type": "unload_model", "model_id": body["model_id"]}
+
+    def _unload_all(self, prefix: str) -> None:
+        for name in [name for name in self._models if name.startswith(prefix)]:
+            self._unload(name)
+
+    def _unload(self, name: str) -> None:
+        model = self._models.pop(name)
+        model.session.close()
+        self._samplers = {name: sampler for name, sampler in self._samplers.items() if sampler.model is not model}
 
     def _get_info(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model = self._model(body)
@@ -275,13 +340,70 @@ class TinkerServer:
             "lora_rank": model.rank,
         }
 
-    def _forward_backward(self, request: LossRequest) -> bytes:
-        model, loss = self._model({"model_id": request.model_id}), find_loss(request.loss, request.config)
-        documents = [read_document(datum.tokens, datum.inputs, loss.columns) for datum in request.data]
-        total, log_probs = model.session.forward_backward_tokens(
-            documents, loss.function, backward=not request.forward_only, derive=loss.derive
-        )
-        return loss_response(log_probs, {"loss:sum": total})
+    def _compute_losses(self, first: _Losses) -> None:
+        """Compute a request's losses and gradients unless they are, with those of others that fill up its rows."""
+        if first not in self._waiting:
+            return
+        self._waiting.remove(first)
+        with _failing([first.result]):
+            group = [first, *self._beside(first)]
+        if first.result.done():
+            return
+        for asked in group[1:]:
+            self._waiting.remove(asked)
+        with _failing([asked.result for asked in group]):
+            self._compute_together(group)
+
+    def _beside(self, first: _Losses) -> list[_Losses]:
+        """Return further requests whose turn may come now, and whose documents take less time in common rows."""
+        model, loss = self._model({"model_id": first.request.model_id}), first.loss
+        model.session.check_documents(first.documents)
+        found, models, documents = list[_Losses](), {first.request.model_id: model}, first.documents
+        for asked in self._waiting[:_LOOKED_AT]:
+            name = asked.request.model_id
+            other = self._models.get(name)
+            if (
+                other is None
+                or self._done[name] < asked.after
+                or asked.request.forward_only != first.request.forward_only
+            ):
+                continue
+            if name not in models and (len(models) == _TOGETHER or not _go_together(model, other)):
+                continue
+            try:
+                other.session.check_documents(asked.documents)
+            except ValueError:
+                continue  # which is said in its turn
+            if asked.loss is loss and model.session.shares_rows([documents, asked.documents]):
+                found.append(asked)
+                models[name], documents = other, [*documents, *asked.documents]
+        return found
+
+    def _compute_together(self, group: Sequence[_Losses]) -> None:
+        """Compute losses and gradients of requests in common rows."""
+        models = {asked.request.model_id: self._model({"model_id": asked.request.model_id}) for asked in group}
+        (session, *others), loss = [model.session for model in models.values()], group[0].loss
+        backward, weights, ranks = not group[0].request.forward_only, None, dict[str, np.ndarray | None]()
+        adapters = [_adapter(model.session) for model in models.values()] if others else []
+        if others:  # the oldest model on the base computes, whose programs are compiled once
+            session = next(model.session for model in self._models.values() if model.session.frozen is session.frozen)
+            weights, masks = side_by_side(adapters, session.lora)
+            ranks = dict(zip(models, masks, strict=True))
+        documents = [
+            document._replace(ranks=ranks.get(asked.request.model_id))
+            for asked in group
+            for document in asked.documents
+        ]
+        found = session.token_losses(documents, loss.function, weights=weights, backward=backward, derive=loss.derive)
+        if (gradients := found.gradients) is not None:
+            parts = gradients_of_each(gradients, adapters, _adapter(session).config) if others else [gradients]
+            for model, part in zip(models.values(), parts, strict=True):
+                model.session.add_gradients(part)
+        values = zip(found.losses, found.log_probs, strict=True)
+        for asked in group:
+            own = [next(values) for _ in asked.documents]
+            total = sum(loss for loss, _ in own)
+            asked.result.set_result(loss_response([log_probs for _, log_probs in own], {"loss:sum": total}))
 
     def _optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, given = self._model(body), _object(body, "adam_params")
@@ -295,17 +417,21 @@ class TinkerServer:
 
     def _save_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, name = self._model(body), _name(body.get("path"))
-        model.session.save(self._path(body["model_id"], name))
+        folder = self._path(body["model_id"], name)
+        model.session.save(folder)
+        self._saved[folder] = model.rank, model.unembed
         return {"type": "save_weights", "path": f"tinker://{body['model_id']}/weights/{name}"}
 
     def _load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        model, optimizer = self._model(body), _flag(body, "optimizer", True)
+        """Load saved weights into a model, or into a new one of a session's."""
+        optimizer = _flag(body, "optimizer", True)
         found = re.fullmatch(r"tinker://([^/]+)/weights/([^/]+)", str(body.get("path")))
         folder = None if found is None else self._path(_name(found[1]), _name(found[2]))
-        if folder is None or not folder.is_dir():
+        if folder not in self._saved:
             raise ValueError(f"no weights at {body.get('path')!r:.200}")
-        model.session.load(folder, optimizer=optimizer)
-        return {"type": "load_weights", "path": body["path"], "model_id": body["model_id"]}
+        model = body.get("model_id") if body.get("session_id") is None else self._add_model(body, *self._saved[folder])
+        self._model({"model_id": model}).session.load(folder, optimizer=optimizer)
+        return {"type": "load_weights", "path": body["path"], "model_id": model}
 
     def _save_for_sampler(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model, given = self._model(body), body.get("path")
@@ -313,8 +439,8 @@ class TinkerServer:
         self._samplers.pop(name, None)
         while len(self._samplers) >= _KEPT_SAMPLERS:
             del self._samplers[next(iter(self._samplers))]
-        assert model.session.lora is not None
-        self._samplers[name] = _Sampler(model, Adapter(model.session.snapshot(), model.session.lora))
+        adapter = _adapter(model.session)._replace(weights=model.session.snapshot())
+        self._samplers[name] = _Sampler(model, adapter)
         return {"type": "save_weights_for_sampler", **({"path": name} if given else {"sampling_session_id": name})}
 
     def _path(self, model: str, name: str) -> Path:
@@ -438,6 +564,18 @@ def _prompt_scores(
         log_probs[place] = scores.log_probs[place - 1]
         ids[place], likely[place] = scores.likely_ids[place - 1], scores.likely_log_probs[place - 1]
     return log_probs, (ids, likely) if top else None
+
+
+def _adapter(session: Session) -> Adapter:
+    """Return the adapter that a session trains."""
+    assert session.lora is not None
+    return Adapter(session.trained, session.lora)
+
+
+def _go_together(model: _Model, other: _Model) -> bool:
+    """Return whether two models' documents may share rows: their adapters are plain, and on the same base."""
+    sessions = model.session, other.session
+    return sessions[0].frozen is sessions[1].frozen and all(_adapter(session).is_plain for session in sessions)
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from selection import repeat, repeats_parts_of
@@ -117,6 +118,36 @@ def test_two_models_share_their_base(client, server, model):
     after = losses()
     assert after[0] < before[0] and after[1] == before[1]
     client.call("unload_model", {"model_id": other["model_id"]})
+
+
+def test_a_finished_session_frees_its_models_whose_weights_train_on_in_another(client, server, monkeypatch):
+    done = []
+
+    class Recorded:
+        def __init__(self, **settings):
+            done.append(("open", settings["rank"], settings["targets"]))
+
+        def save(self, folder):
+            done.append(("save", folder.name))
+
+        def load(self, folder, *, optimizer):
+            done.append(("load", folder.name, optimizer))
+
+        def close(self):
+            done.append(("close",))
+
+    monkeypatch.setattr("jaxglue.tinker.server.Session", Recorded)
+    create = {"session_id": "session-1", "model_seq_id": 0, "base_model": MODEL, "lora_config": LORA}
+    name = client.call("create_model", create)["model_id"]
+    assert name == "session-1:train:0" and "is in training" in client.call("create_model", create)["error"]
+    path = client.call("save_weights", {"model_id": name, "path": "first"})["path"]
+    assert client.post("sessions/session-1/finish", {"reason": {"type": "success"}}).status_code == 200
+    load = {"session_id": "session-2", "model_seq_id": 3, "path": path, "optimizer": False}
+    loaded = client.call("load_weights", load)["model_id"]
+    assert loaded == "session-2:train:3" and name not in server._models
+    opened = ("open", 4, ("all-linear",))
+    assert done == [opened, ("save", "first"), ("close",), opened, ("load", "first", False)]
+    client.call("unload_model", {"model_id": loaded})
 
 
 def read_answers(body):
@@ -258,20 +289,34 @@ def test_bad_losses_fail_with_a_reason(client, model):
     assert "no model" in client.call("optim_step", {"model_id": "other", "adam_params": {}})["error"]
 
 
-@pytest.mark.parametrize("unembed", [False, repeat(True)])
-def test_requests_that_wait_are_answered_together(client, server, monkeypatch, unembed):
-    """By several models' adapters, of several ranks, with a bad request among them; each as alone."""
-    saved, models = [], []
+@pytest.fixture(scope="module", params=[False, repeat(True)])
+def pair(server, request):
+    """Two models of ranks 2 and 4, with or without an adapter of the output projection, after a step each."""
+    client, names = Client(server), []
     for rank in (2, 4):
-        lora = {"rank": rank, "train_unembed": unembed}
-        models.append(
-            client.call("create_model", {"session_id": "s", "base_model": MODEL, "lora_config": lora})["model_id"]
-        )
-        documents = [([5, 6, 7, 8], {"target_tokens": [6, 7, 8, 9], "weights": [rank] * 4})]
-        for name in "ab"[: rank // 2]:
-            client.call("forward_backward", loss_request(models[-1], documents, "cross_entropy"))
-            client.call("optim_step", {"model_id": models[-1], "adam_params": {"learning_rate": 0.05}})
-            saved.append(client.call("save_weights_for_sampler", {"model_id": models[-1], "path": name})["path"])
+        lora = {"rank": rank, "train_unembed": request.param}
+        names.append(client.call("create_model", {"base_model": MODEL, "lora_config": lora})["model_id"])
+        train(client, names[-1], rank)
+    yield names
+    for name in names:
+        client.call("unload_model", {"model_id": name})
+
+
+def train(client, name, weight):
+    documents = [([5, 6, 7, 8], {"target_tokens": [6, 7, 8, 9], "weights": [weight] * 4})]
+    client.call("forward_backward", loss_request(name, documents, "cross_entropy"))
+    client.call("optim_step", {"model_id": name, "adam_params": {"learning_rate": 0.05}})
+
+
+def test_requests_that_wait_are_answered_together(client, server, pair, monkeypatch):
+    """By several models' adapters, of several ranks, with a bad request among them; each as alone."""
+
+    def save(name, path):
+        return client.call("save_weights_for_sampler", {"model_id": name, "path": path})["path"]
+
+    saved = [save(pair[0], "a"), save(pair[1], "a")]
+    train(client, pair[1], 4)
+    saved.append(save(pair[1], "b"))
     bodies = [
         {"prompt": {"chunks": [{"tokens": tokens}]}, "num_samples": 2, "sampling_params": {"max_tokens": n, "seed": n}}
         | {"sampling_session_id": saved[which]}
@@ -298,8 +343,57 @@ def test_requests_that_wait_are_answered_together(client, server, monkeypatch, u
             np.testing.assert_array_equal(tokens, same)
             np.testing.assert_allclose(log_probs, near, atol=2e-5)
     assert not np.allclose(together[0][0][1][:3], together[2][0][1][:3], atol=1e-3)  # other weights
-    for model in models:
-        client.call("unload_model", {"model_id": model})
+
+
+def test_losses_that_wait_share_rows_and_have_the_gradients_of_each_alone(client, server, pair, monkeypatch):
+    """Of models of several ranks, of which one waits for a step of its own."""
+    one, other = pair
+    sessions = {name: server._models[name].session for name in pair}
+
+    def ask(name, *texts):
+        documents = [
+            (each[:-1], {"target_tokens": each[1:], "weights": [len(each)] * (len(each) - 1)}) for each in texts
+        ]
+        return loss_request(name, documents, "cross_entropy")
+
+    asked = [(one, [5, 6, 7, 8], [9, 9]), (other, [8, 7, 6]), (one, [3, 4, 5])]
+    added, add, sizes, token_losses = [], Session.add_gradients, [], Session.token_losses
+
+    def adding(session, gradients):
+        added.append((session, gradients))
+        add(session, gradients)
+
+    def counting(session, documents, *rest, **options):
+        sizes.append(len(documents))
+        return token_losses(session, documents, *rest, **options)
+
+    monkeypatch.setattr(Session, "add_gradients", adding)
+    alone = [client.call("forward_backward", ask(*each)) for each in asked]
+    expected = {name: [gradients for session, gradients in added if session is sessions[name]] for name in sessions}
+    added.clear()
+    monkeypatch.setattr(Session, "token_losses", counting)
+    held = threading.Event()
+    server._worker.submit(held.wait)
+    promised = [client.post("forward_backward", ask(*each)) for each in asked]
+    step = client.post("optim_step", {"model_id": other, "adam_params": {"learning_rate": 1e-3}})
+    promised += [
+        client.post("forward_backward", ask(other, [8, 7, 6])),
+        client.post("forward_backward", ask(one, [10**6, 1])),
+    ]
+    held.set()
+    replies = [client.post("retrieve_future", {"request_id": each.json()["request_id"]}) for each in (*promised, step)]
+    assert sizes == [4, 1] and "vocabulary" in replies[4].json()["error"]
+    for reply, body in zip(replies[:3], alone, strict=False):
+        (total, log_probs), (same, near) = read_loss(reply.content), read_loss(body)
+        assert total == pytest.approx(same, rel=1e-5)
+        for part, of_alone in zip(log_probs, near, strict=True):
+            np.testing.assert_allclose(part, of_alone, atol=1e-5)
+    assert read_loss(replies[3].content)[0] < read_loss(alone[1])[0]  # after the step
+    together = {name: next(gradients for session, gradients in added if session is sessions[name]) for name in sessions}
+    for name, parts in expected.items():
+        sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        for found, wanted in zip(*map(jax.tree.leaves, (together[name], sums)), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-5 * float(np.abs(wanted).max()))
 
 
 def test_requests_need_the_key(server):

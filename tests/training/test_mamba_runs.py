@@ -67,7 +67,7 @@ def set_type(model_folder):
     return change
 
 
-@pytest.mark.parametrize("model_type", repeats(TYPES, "granitemoehybrid", "falcon_h1"))
+@pytest.mark.parametrize("model_type", repeats(TYPES, "granitemoehybrid", "nemotron_h"))
 def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make_config, tmp_path, caplog):
     set_type(model_type)
     config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)

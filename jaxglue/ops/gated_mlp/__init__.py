@@ -62,7 +62,7 @@ def gated_mlp(
     if (kernels := load_few_rows(few_rows)) is not None:
         y = gate_few_rows(kernels, x, parts[:2], conditions, activation)
         return adapted_projection(y, parts[2:], conditions, stream=stream)[0]
-    if ranks_of(parts, conditions) is not None and not StaticConditions.of(conditions).exact:
+    if ranks_of(parts, conditions) is not None and StaticConditions.of(conditions).by_ranks:
         return _apply_separately(x, parts, conditions, stream, activation)
     apply = GATED_MLP.load(GatedCall.of(parts, conditions, activation)) or _apply_separately
     return apply(x, parts, conditions, stream, activation)
@@ -147,7 +147,8 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation)
+    exact = StaticConditions.of(conditions).exact
+    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=exact)
     low_rank = used_ranks(low_rank, conditions)
     (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))

@@ -45,7 +45,7 @@ _TILES = {
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
 _MXFP4_TILES = {
-    16: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    16: ExpertsTiles(block_n=64, block_k=256, num_warps=4, num_stages=3),
     32: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
     64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),  # three programs at a time
 }

@@ -78,7 +78,7 @@ def adapted_projection(
     """
     if (kernels := load_few_rows(FewRowsCall.of(x, projections, conditions))) is not None:
         return project_few_rows(kernels, x, projections, conditions, stream)
-    if ranks_of(projections, conditions) is not None and not StaticConditions.of(conditions).exact:
+    if ranks_of(projections, conditions) is not None and StaticConditions.of(conditions).by_ranks:
         return _apply_by_ranks(x, projections, conditions, stream)
     if any(projection.is_served for projection in projections):
         return _apply_served(x, projections, conditions, stream)
@@ -92,7 +92,7 @@ def projections_read_fp8(projections: Sequence[Projection], conditions: Conditio
     return PROJECTION.load(ProjectionCall.of(projections, conditions)) is _apply_in_fp8
 
 
-def ranks_of(projections: Sequence[Projection], conditions: Conditions) -> Bool[Array, "tokens R"] | None:
+def ranks_of(projections: Sequence[Projection], conditions: Conditions) -> Bool[Array, "*tokens R"] | None:
     """Return which ranks of the projections' adapters each token uses; None where all use all, or there are none."""
     adapted = any(projection.adapter is not None for projection in projections)
     return getattr(conditions, "ranks", None) if adapted else None
@@ -215,7 +215,7 @@ def used_ranks(low_rank: Float[Array, "*B ranks"], conditions: Conditions, adapt
     if (ranks := getattr(conditions, "ranks", None)) is None:
         return low_rank
     of_each = low_rank.reshape(*low_rank.shape[:-1], adapters, -1)
-    return jnp.where(ranks[:, None], of_each, 0).reshape(low_rank.shape)
+    return jnp.where(ranks[..., None, :], of_each, 0).reshape(low_rank.shape)
 
 
 def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], conditions: Conditions) -> list[Array]:

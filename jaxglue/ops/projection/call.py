@@ -97,7 +97,7 @@ class Conditions(Protocol):
         """Return whether weights for FP8 are multiplied so; otherwise in the activations' dtype."""
 
     # `inference`, if there is one and it is true, says that no gradients are taken: few rows have kernels of their own.
-    # `ranks` [tokens or 1, R], if there are some, says which of the adapters' R ranks each token uses.
+    # `ranks` [B, T, R], [tokens, R] or [1, R], if there are some, says which of the adapters' R ranks each token uses.
     # `exact`, if there is one and it is true, says that no number of rows may change the bits of one.
 
 
@@ -115,6 +115,11 @@ class StaticConditions:
     """Each token uses some of the adapters' ranks."""
     exact: bool = False
     """A row's bits are those of training, among however many rows it is."""
+
+    @property
+    def by_ranks(self) -> bool:
+        """Return whether products of each token's own ranks are added to those of weights, without gradients."""
+        return self.ranks and self.inference and not self.exact
 
     @property
     def in_one_order(self) -> bool:
