@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -47,15 +46,15 @@ class UnchangedFile:
 
 
 class Encoded(NamedTuple):
-    """Concatenated documents."""
+    """Concatenated documents, which processes send each other."""
 
     tokens: Int32[np.ndarray, "N"]
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
-    columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
+    columns: Mapping[str, Float32[np.ndarray, "rows"]] = {}
     """Values of the rows in each column that is read; NaN for anything but a number."""
-    findings: Mapping[str, int] = MappingProxyType({})
+    findings: Mapping[str, int] = {}
     """Rows by what was found in them: special tokens that are read as text, and further ones of `Encoder`."""
     images: ImageRecords | None = None
     """Images of the documents; None of a model that sees none."""

@@ -1,5 +1,8 @@
 """Rows of decisions: forms of gold, prompts and labels; bad rows are named."""
 
+import pickle
+
+import numpy as np
 import pytest
 
 from jaxglue.data.decide_rows import DecisionEncoder
@@ -85,6 +88,17 @@ def test_a_row_is_a_state_and_a_prompt_for_each_question(encoder):
     assert texts[2].startswith(f"Question: Is it?\n{yes}: it is\nAnswer with {yes} or {no} only.")
     assert encoded.mask.sum() == 3 and encoded.mask[-1] == 1
     assert encoded.columns["gold"].tolist() == [1, 0, 0, 0, 1, 0, 1]
+
+
+def test_processes_can_send_each_other_rows_and_their_encoder(encoder):
+    received = pickle.loads(pickle.dumps(encoder)).encode([row()])
+    again, encoded = pickle.loads(pickle.dumps(received)), encoder.encode([row()])
+    assert (again.findings, again.images) == (encoded.findings, encoded.images)
+    for name in ("tokens", "mask", "lengths"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(encoded, name))
+    assert {name: values.tolist() for name, values in again.columns.items()} == {
+        name: values.tolist() for name, values in encoded.columns.items()
+    }
 
 
 def test_special_tokens_in_a_state_are_text(encoder):
