@@ -2,8 +2,8 @@
 
     python benchmarks/exact_curve.py --json benchmarks/results/exact_curve.json
 
-Two steps are taken on each window of answers, so that old log-probabilities are read: exact sampling gives them, and
-without it a pass computes them. Both have the same prompts, random numbers and settings.
+Both have the same prompts, random numbers and settings, those of the shipped recipe but for the dtype and the number of
+answers in a step.
 """
 
 import argparse
@@ -30,7 +30,6 @@ def train(folder: Path, seed: int, exact: str, args: argparse.Namespace) -> dict
         dtype="bfloat16",
         exact_sampling=exact,
         seed=seed,
-        num_iterations=2,
         generation_batch_size=args.answers,
         steps=args.steps,
         save_every=args.steps,

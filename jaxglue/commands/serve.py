@@ -30,7 +30,7 @@ def main(config: ServeConfig) -> None:
     if record.get("kind") == "embed" or record.get("score"):
         if config.adapters:
             raise ValueError(f"--adapters: a model for {record['kind']} is served alone: leave it out")
-        alone = make_readers(LoadedModel.load(config), record, most=config.max_requests)
+        alone = make_readers(LoadedModel.load(config), record, most=config.max_requests, alone=config.exact)
         assert alone is not None
         echo("compiling the programs", error=True)
         try:
@@ -42,7 +42,8 @@ def main(config: ServeConfig) -> None:
         return
     assistant = Assistant(config)
     named = bool(config.named_adapters) or config.adapter_folder is not None  # of which each request would choose
-    reading = None if named else make_readers(LoadedModel.of(assistant), record, most=config.max_requests)
+    options: Any = {"most": config.max_requests, "alone": config.exact}
+    reading = None if named else make_readers(LoadedModel.of(assistant), record, **options)
     service = Service(
         assistant,
         slots=config.batch_size,

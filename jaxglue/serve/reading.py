@@ -41,10 +41,12 @@ class ReadService:
     Args:
         readers: by what they are for.
         most: requests in the service at a time.
+        alone: read each request by itself, so that its bits depend on nobody else's.
     """
 
-    def __init__(self, readers: dict[str, PartReader], *, most: int):
+    def __init__(self, readers: dict[str, PartReader], *, most: int, alone: bool = False):
         self.readers, self._most = readers, most
+        self._alone = alone
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
         self.length = min(reader.limit for reader in readers.values())
@@ -125,7 +127,7 @@ class ReadService:
             return []
         jobs, rooms = [first], [first.reader.row] * _ROWS
         fits = _fill(rooms, first)
-        while fits and not self._jobs.empty():
+        while fits and not self._alone and not self._jobs.empty():
             job = self._jobs.get()
             if job is None or job.reader is not first.reader or not _fill(rooms, job):
                 self._left.append(job)
@@ -195,7 +197,9 @@ def warm_up(reader: PartReader) -> None:
         row //= 2
 
 
-def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) -> ReadService | None:
+def make_readers(
+    model: LoadedModel, record: Mapping[str, Any], *, most: int, alone: bool = False
+) -> ReadService | None:
     """Return the thread that reads a model in the ways that its record names, or that any model of text serves.
 
     One that was not trained to answer in one pass decides, and judges documents, as it is; None where its tokenizer has
@@ -208,4 +212,4 @@ def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) ->
         except ValueError:
             if record:
                 raise
-    return ReadService(readers, most=most) if readers else None
+    return ReadService(readers, most=most, alone=alone) if readers else None

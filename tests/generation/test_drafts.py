@@ -13,6 +13,7 @@ from jaxglue.generation.draft_rule import DraftChoice, DraftRule, StepBytes
 from jaxglue.generation.drafts import Drafting, DraftPrograms, LoadedHead, accepted, why_no_drafts, words_of
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.inputs import ProgramKind
+from jaxglue.generation.programs import EnginePrograms
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.draft import frequent_tokens, read_draft_tokens, write_draft_tokens
 from jaxglue.models.draft import build_draft
@@ -138,6 +139,25 @@ def test_the_number_of_drafts_may_change_with_each_window(family, tiny_model, mo
     engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2, auto=True))
     check_equal(answers(engine, drafted, asked, slots=3), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
+
+
+def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
+    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    sampling, sizes = SamplingConfig(max_tokens=70), list[tuple[int, int]]()
+    asked = [Request([1, 2, 3], replace(sampling, max_tokens=length)) for length in (40, *[70] * 3)]
+    compile_window = EnginePrograms.compile_window
+
+    def noted(self, *arguments, size, **options):
+        sizes.append((size, options["drafts"]))
+        return compile_window(self, *arguments, size=size, **options)
+
+    monkeypatch.setattr(EnginePrograms, "compile_window", noted)
+    monkeypatch.setattr("jaxglue.generation.window_sizes._SMALLEST_SIZE", 2)
+    monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3, auto=True))
+    for _ in range(2):
+        answers(engine, drafted, asked, whole=True)
+    assert sizes and len(set(sizes)) == len(sizes)
 
 
 @dataclass

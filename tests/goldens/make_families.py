@@ -43,6 +43,7 @@ RENAMED = (
     *((".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),),
 )
 """Parts of parameters' names, and ours, which `Spelling`s give them in files."""
+KDA = "kimi_linear", "bailing_hybrid"
 OF_TYPES = {
     "olmo_hybrid": (
         ("layers.0.input_layernorm.", "layers.0.attention_layer_norm."),
@@ -50,7 +51,7 @@ OF_TYPES = {
     )
 }
 """Likewise of some types: OLMo Hybrid's first layer has linear attention here."""
-JOINED = {"olmo_hybrid": "linear_attn.conv1d.weight"}
+JOINED = {"olmo_hybrid": "linear_attn.conv1d.weight", **dict.fromkeys(KDA, "self_attn.conv1d.weight")}
 """Parameters that are three here, of queries, keys and values."""
 STORED = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are drawn."""
@@ -227,6 +228,19 @@ MODELS = {
         **{"layer_types": ["linear_attention", "full_attention"], "linear_allow_neg_eigval": False},
         **{"linear_key_head_dim": 4, "rope_parameters": None},
     },
+    "kimi_linear": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+        **{"linear_num_heads": 2, "linear_head_dim": 6, "kv_lora_rank": 12, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4, "num_key_value_heads": 4, "num_experts": 8},
+        **{"num_experts_per_token": 3, "num_shared_experts": 2, "moe_intermediate_size": 12},
+        **{"num_expert_group": 4, "topk_group": 2},
+    },
+    "bailing_hybrid": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+        **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 6},
+        **{"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 12},
+        **{"num_expert_group": 4, "topk_group": 2, "rope_theta": 100.0, "first_k_dense_replace": 1, "q_lora_rank": 10},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },
@@ -273,8 +287,11 @@ def ours(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[tupl
     joined, name = JOINED.get(config.model_type), our_name(name, config.model_type)
     if joined is None or not name.endswith(joined):
         return [(name, tensor)]
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+    of_values = (
+        len(tensor) // 3 if config.model_type in KDA else config.linear_num_value_heads * config.linear_value_head_dim
+    )
+    keys = (len(tensor) - of_values) // 2
+    parts = tensor.split([keys, keys, of_values])
     return [(name.replace("conv1d", f"{letter}_conv1d"), part) for letter, part in zip("qkv", parts, strict=True)]
 
 

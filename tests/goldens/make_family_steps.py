@@ -28,11 +28,11 @@ from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent / "family_steps"
 STEPS, RATE = 10, 1e-2
-RATES = {"qwen3_next": 1e-3, "olmo_hybrid_nope": 1e-3}
+RATES = dict.fromkeys(("qwen3_next", "olmo_hybrid_nope", "kimi_linear", "bailing_hybrid"), 1e-3)
 """Of those that at `RATE` part from themselves after a change of 1e-7."""
 LORA = {"r": 2, "lora_alpha": 8}
 LINEARS = r"\w+_proj", "w[123]", r"in_proj_\w+", "shared_expert_gate", "per_layer_input_gate", "per_layer_projection"
-LINEARS += "input_linear", "output_linear"
+LINEARS += "input_linear", "output_linear", "kv_a_proj_with_mqa"
 TARGETS = rf".*\.layers\.\d+\.(.+\.)?({'|'.join(LINEARS)})"
 EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 

@@ -187,6 +187,22 @@ def test_a_bad_record_is_refused_by_its_file(tmp_path, record, message):
         read_record(None, tmp_path)
 
 
+def test_exact_reads_have_no_company(model, monkeypatch):
+    reader, sizes, begin = PartReader(model, {"kind": "embed", "pooling": "mean"}), [], PartReader.begin
+    monkeypatch.setattr(PartReader, "begin", lambda self, read: sizes.append(len(read.lengths)) or begin(self, read))
+    service = ReadService({"embed": reader}, most=8, alone=True)
+
+    async def ask():
+        wanted = ("It is red.", "It is a long and winding road.", "It is red.")
+        asked = (service.read("embed", lambda reader, text=text: texts(reader, [text])) for text in wanted)
+        return await asyncio.gather(*asked)
+
+    first, _, again = asyncio.run(ask())
+    service.close()
+    assert sizes == [1, 1, 1]
+    np.testing.assert_array_equal(first.found.outputs, again.found.outputs)
+
+
 def test_no_program_is_compiled_for_requests_after_the_warm_up(model):
     reader = PartReader(model, {"kind": "decide"})
     reader.row = 512

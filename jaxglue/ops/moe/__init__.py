@@ -153,6 +153,10 @@ def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
         raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
     if ranks:
         check_tried("adapters of experts with few rows")
+    if call.exact:
+        if any(isinstance(matrix, Quantized) for matrix in call.matrices):
+            raise NotImplementedError("stored values are multiplied in another order of columns than training's")
+        check_tried("experts with few rows in training's order")
     for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
@@ -189,7 +193,7 @@ FEW_ROWS_EXPERTS = Operation(
             advantage="matrices are read once, as stored",
             reads={
                 FewRowsExpertsCall: {
-                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "adapters", "transpose_rhs")),
+                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "adapters", "transpose_rhs", "exact")),
                     "activation": ("swiglu", "geglu", "gpt_oss", "relu2"),
                 },
                 ExpertAdapter: ("A", "B", "used"),
@@ -445,7 +449,8 @@ def moe_mlp(
         exact=exact,
     )
     if inference and (few := FEW_ROWS_EXPERTS.load(call)) is not None:
-        return few.mlp(*operands, adapters, activation=activation, transpose_rhs=transpose_rhs, lora_scale=lora.scale)
+        shape: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs, "exact": exact}
+        return few.mlp(*operands, adapters, **shape, lora_scale=lora.scale)
     adapters = scaled(adapters[0], lora.scale), scaled(adapters[1], lora.scale)
     kernels = GROUPED_MATMUL.load(GroupedCall(dtype=x.dtype, activation=activation), backend=backend)
     if kernels is None:

@@ -180,16 +180,29 @@ def test_pages_are_read_in_the_tiles_of_packed_rows(head_dim):
     assert PAGED_ATTENTION.choose((9, 0), call).name == "tiles"
 
 
-def test_pages_in_tiles_compile(h200):
+@pytest.mark.parametrize("window", [None, repeat(128)])
+def test_pages_in_tiles_compile(window, h200):
     cache = make_pages(9, 8, 64, 128, jnp.bfloat16)
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)  # noqa: E731
     numbers = jnp.zeros(4, jnp.int32)
     arguments = jnp.zeros((4, 32, 128), jnp.bfloat16), cache, jnp.zeros((4, 8), jnp.int32), numbers, numbers
     with tracing_for((9, 0)):
         call = jax.jit(
-            lambda q, cache, tables, positions, forks: paged_attention(q, cache, tables, positions, forks=forks)
+            lambda q, cache, tables, positions, forks: paged_attention(
+                q, cache, tables, positions, forks=forks, window=window
+            )
         )
         compiled = call.lower(*jax.tree.map(shaped, arguments)).compile()
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
+def test_packed_windows_in_tiles_compile(h200):
+    segments = pack_forks([[(101, 45, 3)]], seq_len=256, tile=key_tile(64))
+    shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)  # noqa: E731
+    heads = [jnp.zeros((1, 256, n, 64), jnp.bfloat16) for n in (8, 2, 2)]
+    with tracing_for((9, 0)):
+        call = jax.jit(lambda q, k, v, segments: packed_attention(q, k, v, segments, window=128, exact=True))
+        compiled = call.lower(*jax.tree.map(shaped, (*heads, segments))).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
 
 

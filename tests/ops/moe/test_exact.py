@@ -7,6 +7,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.engine.compiler import jit_step, rounding_as_written
+from jaxglue.ops import backend
 from jaxglue.ops.moe import ExpertAdapter, ExpertLora, Groups, moe_mlp, route
 from jaxglue.ops.projection.ordered import ordered_float32_product
 
@@ -102,3 +103,15 @@ def test_kernels_outputs_are_a_token_s_own(activation, transposed, sizes):
     """Few rows have tiles of 16, multiplied by other instructions than those of 128 and 192 rows of an expert."""
     apply = experts_of(activation, transposed, sizes=sizes, rank=16)
     assert_rows_alone(apply, *inputs(4096, sizes[1], sizes[0]), few=(2, 16, 64, 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("activation", "transposed", "sizes"), [("gpt_oss", False, (8, 2880, 2880)), ("swiglu", True, (16, 2048, 768))]
+)
+def test_kernels_of_few_rows_have_the_bits_of_grouped_matmuls(activation, transposed, sizes, monkeypatch):
+    apply, (x, logits) = experts_of(activation, transposed, sizes=sizes, rank=16), inputs(32, sizes[1], sizes[0])
+    grouped = np.asarray(jit_step(lambda *arrays: apply(*arrays))(x, logits))
+    monkeypatch.setattr(backend, "UNTRIED", set())
+    few = np.asarray(jit_step(lambda *arrays: apply(*arrays))(x, logits))
+    np.testing.assert_array_equal(few, grouped)
