@@ -1,5 +1,7 @@
 """Rows of decisions: forms of gold, prompts and labels; bad rows are named."""
 
+import pickle
+
 import pytest
 
 from jaxglue.data.decide_rows import DecisionEncoder
@@ -85,6 +87,13 @@ def test_a_row_is_a_state_and_a_prompt_for_each_question(encoder):
     assert texts[2].startswith(f"Question: Is it?\n{yes}: it is\nAnswer with {yes} or {no} only.")
     assert encoded.mask.sum() == 3 and encoded.mask[-1] == 1
     assert encoded.columns["gold"].tolist() == [1, 0, 0, 0, 1, 0, 1]
+
+
+def test_rows_are_sent_by_processes_that_encode_them(encoder):
+    encoded = encoder.encode([row()])
+    sent = pickle.loads(pickle.dumps(encoded))
+    assert sent.tokens.tolist() == encoded.tokens.tolist() and sent.columns.keys() == encoded.columns.keys()
+    pickle.dumps(encoder)
 
 
 def test_special_tokens_in_a_state_are_text(encoder):
