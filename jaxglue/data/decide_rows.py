@@ -1,10 +1,11 @@
 """Rows of a state, questions about it and their gold answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.formats import IMAGE_COLUMNS, row_images
 from jaxglue.data.messages import listed
 from jaxglue.data.questions import (
     Labels,
@@ -17,6 +18,8 @@ from jaxglue.data.questions import (
 )
 from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning
 from jaxglue.files.json_file import parse_json
+from jaxglue.vision.images import image_source
+from jaxglue.vision.records import record_image
 
 
 class DecisionEncoder(UnitEncoder):
@@ -33,6 +36,7 @@ class DecisionEncoder(UnitEncoder):
 
     format = "decisions"
     keys = frozenset({"state", "questions", "gold"})
+    optional = frozenset(IMAGE_COLUMNS)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None, rows: int | None = None):
         super().__init__(tokenizer, system=system)
@@ -62,7 +66,20 @@ class DecisionEncoder(UnitEncoder):
         if unknown := sorted(gold.keys() - questions.keys()):
             raise ValueError(f"'gold' answers {unknown[0]!r}, which is no question of the row")
         targets = [read_gold(name, question, gold.get(name)) for name, question in questions.items()]
-        return self.asked(read_state(row["state"]), questions, targets)
+        asked = self.asked(read_state(row["state"]), questions, targets)
+        media = row_images(row) if self.images is not None else []
+        return self._with_images(asked, read_state(row["state"]), media) if media else asked
+
+    def _with_images(self, asked: UnitText, state: str, media: Sequence[Any]) -> UnitText:
+        """Return a state with questions whose images stand before it."""
+        assert self.images is not None
+        sources = [image_source(value, self.images.folder) for value in media]
+        records = [record_image(each, self.images.processor, number) for number, each in enumerate(sources, 1)]
+        frame = Frame.of(self.template, self.system, images=len(records))
+        if frame[1:] != self.frame[1:]:
+            raise ValueError("the chat template ends otherwise behind images: use that of a model that sees")
+        ((head, _),) = self.images.expand([(frame.head, False)], [record.grid for record in records])
+        return UnitText([f"{head}{self.protected(state)}{frame.between}"], asked.parts, records)
 
     def asked(
         self,

@@ -205,12 +205,13 @@ def _select(
     columns: Columns = NO_COLUMNS,
     processor: Processor | None = None,
 ) -> tuple[Tokenized, Selection]:
-    if isinstance(task, ReadTask):
-        tokenized = tokenize(source, config, tokenizer, progress, task=task)
-        _check_vocabulary(tokenized.store, vocab_size)
-        return tokenized, select_reads(tokenized.store, config, source, task, task.labels(tokenizer, source.system))
-    pairs = isinstance(task, AnswerTask)
     images = None if processor is None else image_rules(processor, source, tokenizer)
+    if isinstance(task, ReadTask):
+        tokenized = tokenize(source, config, tokenizer, progress, task=task, images=images)
+        _check_vocabulary(tokenized.store, vocab_size)
+        labels = task.labels(tokenizer, source.system)
+        return tokenized, select_reads(tokenized.store, config, source, task, labels, images)
+    pairs = isinstance(task, AnswerTask)
     tokenized = tokenize(source, config, tokenizer, progress, preferences=pairs, columns=columns, images=images)
     _check_vocabulary(tokenized.store, vocab_size)
     if isinstance(task, LabelTask):

@@ -10,11 +10,13 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.files import Row
+from jaxglue.data.images import ImageRules
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import ChatTemplate, plain_pieces
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
+from jaxglue.vision.records import ImageRecord, ImageRecords
 
 _ABSENT = float("nan")
 COLUMNS = dict.fromkeys(
@@ -43,6 +45,8 @@ class UnitText(NamedTuple):
 
     prefix: list[str | bytes]
     parts: list[PartText]
+    images: Sequence[ImageRecord] = ()
+    """In the beginning."""
 
 
 class Frame(NamedTuple):
@@ -54,23 +58,33 @@ class Frame(NamedTuple):
     has_template: bool
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, system: str | None, content: str = "{state}\n\n{question}") -> "Frame":
+    def of(
+        cls,
+        template: ChatTemplate | None,
+        system: str | None,
+        content: str = "{state}\n\n{question}",
+        images: int = 0,
+    ) -> "Frame":
         """Return the frame of a chat template, without thinking, or of plain texts without one.
 
         Args:
             template: of the model.
             system: message before the user's.
             content: of the user's message.
+            images: before it, in the head as the template marks them.
 
         Raises:
-            ValueError: a template that changes what a user says.
+            ValueError: images without a template, or a template that changes what a user says.
         """
         content = content.format(state=_STATE, question=_QUESTION)
+        if template is None and images:
+            raise ValueError("images need a chat template: name that of a model that sees with --chat-template")
         if template is None:
             text = f"{system}\n\n{content}\nAnswer:" if system else f"{content}\nAnswer:"
         else:
             messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": content})
+            said: Any = [*[{"type": "image"}] * images, {"type": "text", "text": content}] if images else content
+            messages.append({"role": "user", "content": said})
             text = template.render_prompt(messages, variables={"enable_thinking": False})
         head, found, rest = text.partition(_STATE)
         between, also_found, tail = rest.partition(_QUESTION)
@@ -90,9 +104,13 @@ class UnitEncoder:
     """Name of the rows' format."""
     keys: frozenset[str] = frozenset()
     """Columns that are read."""
+    optional: frozenset[str] = frozenset()
+    """Columns that are read where the model sees images."""
     longest: int | None = None
     """The most tokens of a part, whose text is cut, but not its last `tail` tokens; None for no limit."""
     tail = 0
+    images: ImageRules | None = None
+    """Rules of a model that sees, where rows have images."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None):
         self.columns = COLUMNS
@@ -147,6 +165,8 @@ class UnitEncoder:
             np.concatenate(masks),
             np.array(lengths, np.int32),
             {name: np.array(values, np.float32) for name, values in columns.items()},
+            findings={},  # which processes send
+            images=None if self.images is None else ImageRecords.of([list(unit.images) for unit in units]),
         )
 
     def _named_unit(self, row: Row) -> UnitText:

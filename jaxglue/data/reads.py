@@ -1,7 +1,7 @@
 """Data sets of units whose parts are read: their selection, and packed batches in which a beginning stands once."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, row_origin
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.questions import TYPES, Labels
 from jaxglue.data.read_rows import COLUMNS, UnitEncoder
@@ -282,8 +283,25 @@ class ReadDataset(TokenDataset):
             parts=numbers.astype(np.int32),  # type: ignore[arg-type]
             values=values,  # type: ignore[arg-type]
         )
+        images = None
+        if self.reader is not None:
+            seen = [[part for unit in own for part in self._document_parts(int(unit))] for own in members]
+            images = self.reader.rows(tokens, seen, self.most_features(members))
         arrays: dict[str, Any] = {"tokens": tokens, "targets": tokens, "loss_weights": (lasts > 0).astype(np.float32)}
-        return Batch(**arrays, segments=self._segments(members, seq_len, max_segments, slots), reads=reads)
+        segments = self._segments(members, seq_len, max_segments, slots)
+        return Batch(**arrays, segments=segments, reads=reads, images=images)
+
+    def _document_parts(self, unit: int) -> Iterator[DocumentPart]:
+        """Yield the parts of a unit as they are in a row: images are in the beginning alone."""
+        document, prefix, first = int(self.documents[unit]), int(self.prefixes[unit]), self.firsts[unit]
+        if self.task.shared_prompt:
+            yield DocumentPart(document, 0, prefix, prefix)
+        for size in self.table.sizes[first : first + self.counts[unit]].tolist():
+            yield DocumentPart(document, prefix if self.task.shared_prompt else 0, prefix + size, prefix)
+
+    def most_features(self, members: Sequence[Int[np.ndarray, "units"]]) -> int:
+        """See `TokenDataset.most_features`; each part may have a copy of its beginning."""
+        return super().most_features(members) * (1 if self.task.shared_prompt else self.most_parts)
 
     def _parts(self, units: Int[np.ndarray, "units"]) -> tuple[Int[np.ndarray, "parts"], Int[np.ndarray, "parts"]]:
         """Return the parts of units, and before them each one's unit."""
@@ -366,7 +384,12 @@ def _mixed(x: UInt64[np.ndarray, "N"]) -> UInt64[np.ndarray, "N"]:
 
 
 def select_reads(
-    store: TokenStore, config: DataConfig, source: Source, task: ReadTask, labels: Labels | None = None
+    store: TokenStore,
+    config: DataConfig,
+    source: Source,
+    task: ReadTask,
+    labels: Labels | None = None,
+    images: ImageRules | None = None,
 ) -> Selection:
     """Select the units, fitted into rows of tokens.
 
@@ -380,6 +403,7 @@ def select_reads(
     firsts, room = np.cumsum(counts) - counts, config.row_tokens
     units: list[tuple[int, int, int, int]] = []  # row, tokens of the beginning, first part, parts
     truncated, dropped = int(store.columns["cut"].sum()), 0
+    seeing = set() if images is None or store.images is None else set(store.images.owners.tolist())
     repeats = 0 if task.shared_prompt else 1
     for row, (prefix, first, count) in enumerate(zip(prefixes.tolist(), firsts.tolist(), counts.tolist(), strict=True)):
         sizes = table.sizes[first : first + count]
@@ -387,12 +411,13 @@ def select_reads(
             units.append((row, prefix, first, count))
             continue
         longest = int(sizes.max())
-        fits = prefix + longest <= room
+        fits, sees = prefix + longest <= room, row in seeing
         if not fits and config.overlong == "error":
             raise overlong_error(config, row_origin(source, row), prefix + longest)
         if task.stays_whole and config.overlong != "drop":
             raise overlong_error(config, row_origin(source, row), prefix + int(sizes.sum()))
-        if (not fits and config.overlong == "drop") or task.stays_whole or longest >= room:
+        cut = not fits and (config.overlong == "drop" or sees)  # images are not cut
+        if cut or task.stays_whole or longest >= room:
             dropped += 1
             continue
         truncated += not fits
@@ -414,6 +439,7 @@ def select_reads(
         firsts=begins,
         counts=numbers,
         labels=labels,
+        reader=ImageReader(rules=images, store=store) if images is not None and store.images is not None else None,
     )
     return Selection(dataset=dataset, truncated=truncated, dropped=dropped)
 

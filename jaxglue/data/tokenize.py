@@ -136,7 +136,7 @@ def _write(
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     if task:
-        reader = read_encoder(head, source, tokenizer, task)
+        reader = read_encoder(head, source, tokenizer, task, images)
         encoder: RowEncoder = reader
         format, unused = reader.format, _unread(head, reader)
     else:
@@ -152,7 +152,11 @@ def _write(
 
 
 def read_encoder(
-    head: Sequence[Row], source: Source, tokenizer: PreTrainedTokenizerBase, task: ReadTask
+    head: Sequence[Row],
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    task: ReadTask,
+    images: ImageRules | None = None,
 ) -> UnitEncoder:
     """Return the encoder of a source's rows, whose parts are read.
 
@@ -163,13 +167,16 @@ def read_encoder(
         raise ValueError(f"the data set is empty: no rows in {source}")
     if source.format != "auto":
         raise ValueError(f"{source}: format {source.format!r} is for texts and chats: leave it out")
-    return task.encoder(tokenizer, source.system)
+    encoder = task.encoder(tokenizer, source.system)
+    encoder.images = images if encoder.optional else None
+    return encoder
 
 
 def _unread(rows: Iterable[Row], encoder: UnitEncoder) -> list[str]:
     """Return the columns with values that an encoder does not read, in order of appearance."""
     found = (key for row in rows for key, value in row.value.items() if value is not None)
-    return [key for key in dict.fromkeys(found) if key not in encoder.keys]
+    known = encoder.keys | (encoder.optional if encoder.images is not None else set())
+    return [key for key in dict.fromkeys(found) if key not in known]
 
 
 def _unused(rows: Iterable[Row], format: str, columns: Columns, images: ImageRules | None) -> list[str]:
@@ -220,7 +227,7 @@ def first_row(
     source = config.sources[0]
     head = list(islice(read_rows(source), 1))
     if task:
-        read = partial(read_encoder, head, source, task=task)
+        read = partial(read_encoder, head, source, task=task, images=images)
         return FirstRow(head[0].origin, None, lambda tokenizer: read(tokenizer).encode(head))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     (row,) = head

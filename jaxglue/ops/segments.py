@@ -319,9 +319,9 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
         counts[b] = np.bincount(rows[b, :begin], minlength=T)
     places = np.full((B, segment_bucket(max(int(counts.max()), 1)), T), C)
     for b in range(B):
-        columns = np.argsort(rows[b], kind="stable")[: counts[b].sum()]  # T, of columns without a token, comes last
-        tokens = rows[b, columns]
-        places[b, np.arange(len(columns)) - (np.cumsum(counts[b]) - counts[b])[tokens], tokens] = columns
+        order = np.argsort(rows[b], kind="stable")[: counts[b].sum()]  # T, of columns without a token, comes last
+        tokens = rows[b, order]
+        places[b, np.arange(len(order)) - (np.cumsum(counts[b]) - counts[b])[tokens], tokens] = order
     fields = {"rows": rows, "starts": starts, "ends": ends, "places": places}
     return replace(segments, copies=ForkCopies(**{name: x.astype(np.int32) for name, x in fields.items()}))  # type: ignore[arg-type]
 

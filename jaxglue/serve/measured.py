@@ -9,6 +9,7 @@ from jaxtyping import Float32
 
 from jaxglue.data.config import parse_source
 from jaxglue.data.files import Row
+from jaxglue.data.formats import row_images
 from jaxglue.data.questions import TYPES
 from jaxglue.data.readers import read_rows
 from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
@@ -42,6 +43,8 @@ def measure_rows(config: EvaluateConfig) -> Measured:
     record = find_record(config) or {"kind": "decide" if "questions" in rows[0].value else "rerank"}
     if config.system:
         record = {**record, "system": config.system}
+    if (row := next((row for row in rows if row_images(row.value)), None)) is not None:
+        raise ValueError(f"{row.origin}: images are read by training's own evaluation alone: give it --eval-data")
     reader = PartReader(LoadedModel.load(config), record)
     found, dataset = reader.read_rows(rows)
     if reader.kind != "decide":

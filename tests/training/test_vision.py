@@ -49,7 +49,7 @@ def run(folder, output, **settings):
         **{"output": str(output), "overwrite": True, "log_every": 1, "learning_rate": 1e-2, **settings},
     }
     summary = train(from_settings(TrainConfig, settings))
-    return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl")]
+    return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl") if "loss" in row]
 
 
 @thorough("training/test_vision_steps.py")
@@ -130,3 +130,41 @@ def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
     with pytest.raises(ValueError, match="--train-vision all: the data have no images"):
         run(folder, tmp_path / "run", data=[str(tmp_path / "texts.jsonl")], train_vision="all")
+
+
+@thorough("training/test_vision_steps.py")
+def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path):
+    rows = []
+    for number, line in enumerate((folder / "rows.jsonl").read_text().splitlines()[:6]):
+        questions = {
+            "color": {"type": "choice", "instructions": "Which color?", "criteria": {"red": None, "blue": None}},
+            "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "one", "two"]},
+        }
+        gold = {"color": ("red", "blue")[number % 2], "many": number % 3}
+        state = {"state": "Look closely.", "questions": questions, "gold": gold}
+        rows.append(state | ({"images": json.loads(line)["images"]} if number != 3 else {}))
+    apart = [
+        {**row, "questions": {name: question}, "gold": {name: row["gold"][name]}}
+        for row in rows
+        for name, question in row["questions"].items()
+    ]
+    blind = [{**row, "images": None} for row in rows]
+    for name, lines in (("rows", rows), ("apart", apart), ("blind", blind)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    common = {
+        "objective": "decide",
+        "seq_len": 512,
+        "epochs": 1,
+        "batch_size": 1,
+        "data": [str(tmp_path / "rows.jsonl")],
+    }
+    _, kept = run(folder, tmp_path / "kept", **common)
+    _, in_steps = run(folder, tmp_path / "steps", **common, image_features="off")
+    np.testing.assert_allclose(kept, in_steps, rtol=1e-5)
+    held_out = {}
+    for name in ("rows", "apart", "blind"):
+        settings = common | {"steps": 1, "learning_rate": 1e-9, "eval_data": [str(tmp_path / f"{name}.jsonl")]}
+        run(folder, tmp_path / name, **settings)
+        held_out[name] = [row for row in read_metrics(tmp_path / name / "metrics.jsonl") if "eval_loss" in row][-1]
+    assert held_out["apart"]["eval_loss"] == pytest.approx(held_out["rows"]["eval_loss"], rel=1e-5)
+    assert held_out["blind"]["eval_loss"] != pytest.approx(held_out["rows"]["eval_loss"], rel=1e-4)
