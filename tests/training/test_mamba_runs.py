@@ -118,10 +118,16 @@ def test_answers_are_rewarded_as_training_scores_them(model_type, set_type, make
     """Sampling follows states in slots, training those of packed rows behind copies of prompts."""
     set_type(model_type)
     rewards = tmp_path / "rewards.py"
-    rewards.write_text("def even(completion_ids):\n    return float(sum(completion_ids) % 2)\n")
+    rewards.write_text("def remainder(completion_ids):\n    return float(sum(completion_ids) % 97)\n")
     rows = [{"question": f"What is {number}?"} for number in range(4)]
-    rollouts = {"objective": "grpo", "reward": (f"{rewards}:even",), "num_generations": 4, "generation_batch_size": 8}
+    rollouts = {
+        "objective": "grpo",
+        "reward": (f"{rewards}:remainder",),
+        "num_generations": 4,
+        "generation_batch_size": 8,
+    }
     rollouts |= {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 128, "max_completion_length": 8}
     summary = train(make_config(targets=("all-linear",), steps=3, **rollouts))
-    for values in read_metrics(summary.metrics):
-        assert values["sampling/sampling_logp_difference/mean"] < 1e-5
+    steps = [values for values in read_metrics(summary.metrics) if "loss" in values]  # experts' loads have lines, too
+    assert len(steps) == 3
+    assert all(values["sampling/sampling_logp_difference/mean"] < 1e-5 for values in steps)
