@@ -4,10 +4,11 @@
     python benchmarks/agent_curve.py --json benchmarks/results/agent_curve.json --plot docs/agent_curve.png
     python benchmarks/agent_curve.py --layers 30 --width 576 --learning-rate 1e-4  # as wide and deep as SmolLM2-135M
 
-GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses a
-fair share of the games is won by halving what is left. A Qwen3 of about 100,000 parameters with a token for each number
-first learns the form from random guesses, and then has 150 steps of DAPO on 4 games × 16 episodes. The control's
-rewards are those of other episodes of the step.
+GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses
+three in four games are won by halving what is left. A guess that is made twice ends a game: its reward is then the
+closeness of the guess. A Qwen3 of about 100,000 parameters with a token for each number first learns the form from
+random guesses, and then has 150 steps of DAPO on 4 games × 16 episodes. The control's rewards are those of other
+episodes of the step.
 """
 
 import argparse
@@ -140,7 +141,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         smooth = np.convolve(values, np.ones(width) / width, "valid")
         label = {"reward": "reward", "shuffled": "shuffled rewards"}[row["run"]]
         axes.plot(np.arange(width, len(values) + 1), smooth, color=color, label=label)
-    axes.set(xlabel="step", ylabel="share of games won", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="reward of a game", ylim=(0, 1))
     axes.legend(frameon=False)
     save_figure(figure, path, results)
 
