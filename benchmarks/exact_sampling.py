@@ -170,7 +170,7 @@ class Both:
         """Return how far log-probabilities of sampling are from those of training."""
         self.bench.pack(groups)
         found = self.bench.against_training(trainable)
-        return {name: found[name] for name in ("tokens", "equal", "largest")}
+        return {name: found[name] for name in ("tokens", "equal", "largest", "places")}
 
 
 def answers(args: Namespace) -> Iterator[dict[str, Any]]:

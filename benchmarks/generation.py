@@ -6,8 +6,8 @@
 `--rows` names settings of the table in docs/generation.md; other flags describe one setting.
 
 A decode step's time is the difference of two runs, so it excludes prompts. Its limit is the time to read the weights
-and the visible keys and values at this GPU's rate of reading, measured in the same process; of experts those that as
-many random tokens choose. The batch has prompts of
+and the visible keys and values at this GPU's rate of reading, measured in the same process, and to read and write the
+states of recurrent layers; of experts those that as many random tokens choose. The batch has prompts of
 200 tokens and answers of forced, log-normal lengths (mean 512, σ 0.7, at most 1,024). Its limit adds to each step of an
 ideal schedule, all answers at once, the prompts' matmuls at the measured rate; a step takes the longer of reading the
 weights and multiplying them. Prompts are compared with the layers' forward pass of training. `--profile` adds the time
@@ -39,7 +39,7 @@ from traces import gpu_events
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
-from jaxglue.generation.pages import PAGE, CachePlan, token_bytes
+from jaxglue.generation.pages import PAGE, CachePlan, state_bytes, token_bytes
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
@@ -98,6 +98,10 @@ ROWS = {
     "qwen3-30b-a3b nf4": Setting(shape="qwen3-30b-a3b", quantize="nf4", streams=(64, 256), lora=16),
     "qwen3.5-35b-a3b fp8": Setting(shape="qwen3.5-35b-a3b", quantize="fp8", streams=(64, 256), lora=16),
     "gpt-oss-20b": Setting(shape="gpt-oss-20b", streams=(64, 256), lora=16, adapters=4),
+    "nemotron-3-nano": Setting(shape="nemotron-3-nano", streams=(64, 256)),
+    "granite-4-h-small fp8": Setting(shape="granite-4-h-small", quantize="fp8", streams=(64, 256)),
+    "tiny Nemotron": Setting(shape="tiny-nemotron", streams=(2,)),
+    "tiny Granite 4 fp8": Setting(shape="tiny-granite-4", quantize="fp8", streams=(2,)),
 }
 
 
@@ -116,6 +120,7 @@ class Model:
             sum(math.prod(spec.shape) for spec in shapes.values()) - config.vocab_size * config.hidden_size
         )
         self.token_bytes = token_bytes(config, self.engine.cache_dtype)
+        self.state_bytes = state_bytes(config, dtype)
         named = jax.tree_util.tree_leaves_with_path(self.trees)
         self.expert_bytes = sum(leaf.nbytes for path, leaf in named if "experts" in jax.tree_util.keystr(path))
 
@@ -232,7 +237,7 @@ def time_steps(
         spent(32)
     short, long = (min(spent(new) for _ in range(2)) for new in (32, 32 + STEPS))
     step = (long - short) / STEPS
-    limit = (model.bytes_read(streams) + streams * context * model.token_bytes) / rate
+    limit = (model.bytes_read(streams) + streams * (context * model.token_bytes + 2 * model.state_bytes)) / rate
     shown = {
         "streams": streams,
         "context": context,
@@ -291,6 +296,7 @@ def time_batch(model: Model, count: int, rate: float, flops: float, plan: CacheP
     live = live[live > 0]
     products = np.maximum(model.read_bytes / rate, live * per_token).sum()
     keys = (PROMPT * lengths + lengths * (lengths + 1.0) / 2).sum() * model.token_bytes / rate
+    keys += 2 * lengths.sum() * model.state_bytes / rate
     prefill = count * PROMPT * per_token
     limit = products + keys + prefill
     parts = {"products": products, "keys": keys, "prompts": prefill}

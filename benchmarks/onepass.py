@@ -7,7 +7,9 @@
 decide, rerank: rows of units (a state of 1,000 tokens and 10 questions of 30; a query of 100 and 32 documents of 200),
 forward and training of all weights, against documents as long as the units. embed: a step of pairs of 64 to 512 tokens
 by two passes. negatives: 65,536 pairs of texts of 64 tokens: the loss of all beside its two passes, whose time is that
-of a micro-batch; and its gradient at 512 pairs against the loss as one matrix. Bfloat16, random weights.
+of a micro-batch; and its gradient at 512 pairs against the loss as one matrix. alone: the largest difference between
+probabilities of a question among 20 about a state and alone, over states in rows of their own and packed ones, in
+bfloat16 and float32. Bfloat16 but for that, random weights.
 """
 
 import argparse
@@ -26,15 +28,18 @@ from measure import write_results
 from step import parameters, random_batch, workload
 
 from jaxglue.data.config import DataConfig, Source
-from jaxglue.data.iterator import BatchIterator
+from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.questions import Labels
 from jaxglue.data.reads import ReadDataset, ReadTask, select_reads
 from jaxglue.data.store import TokenStore
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
+from jaxglue.objectives.calibration import log_softmax
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.contrastive import ANCHOR, POSITIVE, Contrast, Sizes, Texts, text_losses
+from jaxglue.objectives.decide import gold_outputs
 from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.reading import part_outputs
 
 SHAPES = {"decide": (1000, 10, 30), "rerank": (100, 32, 200)}
 """Tokens of a beginning, parts after it, and tokens of each."""
@@ -218,6 +223,48 @@ def negatives(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def alone(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare probabilities of questions alone with those among 20, and among the questions of other states."""
+    work = workload(args.shape, args.layers, args.row, "full")
+    weights = parameters(work)
+    settings, rng = ObjectiveConfig(objective="decide"), np.random.default_rng(0)
+    task = settings.task(shared_prompt=True, copies=work.config.recurrent is not None)
+    sizes = [(int(rng.integers(200, 600)), rng.integers(15, 45, 20).tolist()) for _ in range(args.states)]
+    together = unit_store(sizes, work.config.vocab_size)
+    found: dict[str, Any] = {"case": "alone", "states": args.states, "questions": 20}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        options = {"policy": PRESETS["full"], "objective": settings.make(), "dtype": dtype}
+        executor = Executor(weights[0], work.config, **options)
+
+        def read(store: TokenStore, row: int, executor: Executor = executor) -> np.ndarray:
+            batches = EvalBatches(dataset_of(store, task, row), seq_len=row, batch_size=1)
+            read_of = (jax.device_get((b.reads, executor.read(*weights[1:], jax.device_put(b)))) for b in batches)
+            logits, _, _ = gold_outputs(part_outputs(read_of))
+            return np.exp(log_softmax(logits))
+
+        packed, own = read(together, args.row), read(together, 2048)
+        first = np.concatenate([read(only_part(together, sizes, part), 1024) for part in range(args.parts)])
+        asked = np.concatenate([packed[part::20] for part in range(args.parts)])
+        name = jnp.dtype(dtype).name
+        found[f"{name}_alone"] = float(np.abs(first - asked).max())
+        found[f"{name}_alone_mean"] = float(np.abs(first - asked).max(-1).mean())
+        found[f"{name}_packed"] = float(np.abs(own - packed).max())
+        found[f"{name}_flips"] = float((first.argmax(-1) != asked.argmax(-1)).mean())
+    return found
+
+
+def only_part(store: TokenStore, sizes: list[tuple[int, list[int]]], part: int) -> TokenStore:
+    """Return units with one of their parts each."""
+    tokens, before = [], np.cumsum([0, *(prefix + sum(parts) for prefix, parts in sizes)])
+    for at, (prefix, parts) in zip(before[:-1], sizes, strict=True):
+        begin = at + prefix + sum(parts[:part])
+        tokens += [store.tokens[at : at + prefix], store.tokens[begin : begin + parts[part]]]
+    lengths = [(prefix, [parts[part]]) for prefix, parts in sizes]
+    alone = unit_store(lengths, 1000)
+    kinds = np.full(len(sizes), part % 2, np.float32)
+    return replace(alone, tokens=np.concatenate(tokens), columns={**alone.columns, "kind": kinds})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=["decide", "rerank", "negatives", "embed"])
@@ -226,6 +273,8 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=16_384, help="tokens of a row")
     parser.add_argument("--pairs", type=int, default=4096)
     parser.add_argument("--negatives", type=int, default=65_536, help="pairs of that case")
+    parser.add_argument("--states", type=int, default=32, help="of the case alone")
+    parser.add_argument("--parts", type=int, default=20, help="questions of 20 that are asked alone")
     parser.add_argument("--remat", default="full")
     parser.add_argument("--seconds", type=float, default=30, help="of a case, about, beside compilation")
     parser.add_argument("--texts-only", type=Path, help="write the lengths of the embed case's texts and stop")
@@ -234,7 +283,7 @@ def main() -> None:
     if args.texts_only:
         np.savez(args.texts_only, lengths=np.array([each for _, each in text_lengths(args.pairs, 64, 512)]))
         return
-    cases = {"negatives": negatives, "embed": embed_step}
+    cases = {"negatives": negatives, "embed": embed_step, "alone": alone}
     results = []
     for case in args.cases:
         results.append(cases[case](args) if case in cases else shared_rows(case, args))

@@ -142,7 +142,7 @@ def training_values(layer: Layer, sequences: int) -> dict[str, Any]:
     targets = jnp.arange(x.shape[1]) * 31 % layer.config.vocab_size
     found["log-probabilities"] = run(
         lambda model, x: linear_log_probs(
-            model.norm(x[0]), output_of(model), targets, jnp.ones(len(targets)), exact=layer.exact
+            model.norm(x[0], exact=layer.exact), output_of(model), targets, jnp.ones(len(targets)), exact=layer.exact
         )[None],
         found["feed-forward"],
     )
@@ -204,7 +204,7 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
     targets = jnp.asarray(last) * 31 % layer.config.vocab_size
 
     def log_probs(model, x):
-        hidden, matrix = model.norm(x[0]), output_of(model)
+        hidden, matrix = model.norm(x[0], exact=layer.exact), output_of(model)
         if layer.exact:
             return trained_log_probs(hidden, matrix, ordered_products(hidden, [matrix], jnp.float32)[0], targets)[None]
         logits = project(hidden, matrix, jnp.float32)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -36,12 +37,12 @@ from shapes import SHAPES
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import Step
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation import window_sizes
 from jaxglue.generation.config import Drafts, SamplingConfig
-from jaxglue.generation.drafts import HEAD, make_drafting
+from jaxglue.generation.drafts import HEAD, WORDS, LoadedHead, make_drafting, words_of
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.scheduler import Request
+from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.draft import build_draft
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
@@ -62,6 +63,8 @@ from jaxglue.training.setup import resolve
 from jaxglue.training.step import prepare_steps, train_step
 
 PROMPT, MEAN, SIGMA, LONGEST = 200, 512, 0.7, 1024
+DRAFTED_WORDS = 32768
+"""Tokens that drafts are chosen among."""
 _EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -133,8 +136,12 @@ class Benchmark:
         """Engine with a random draft head."""
         if args.drafts != "off":
             graphdef, state = nnx.split(build_draft(self.run.model, dtype=self.run.dtype, rngs=nnx.Rngs(0)))
-            self._head, drafting = nnx.to_pure_dict(state), make_drafting(graphdef, args.drafts)
-            self.drafting = Engine(self.parts.graphdefs, self.run.model, **options, drafting=drafting)
+            weights = {HEAD: nnx.to_pure_dict(state)}
+            if self.run.model.vocab_size > 2 * DRAFTED_WORDS:
+                trees = self.state.trainable, self.state.frozen
+                weights[WORDS] = words_of(self.parts.graphdefs, trees, list(range(DRAFTED_WORDS)))
+            self._head = LoadedHead(make_drafting(graphdef, args.drafts), weights)
+            self.drafting = Engine(self.parts.graphdefs, self.run.model, **options, drafting=self._head.drafting)
         self._policy = TrainedPolicy(self.run, self.parts, self.state)
         self.prompts = forced_prompts(args.prompts, self.run.model.vocab_size).tolist()
         if args.texts is not None:
@@ -176,7 +183,7 @@ class Benchmark:
         ends = np.minimum(self._lengths, longest or self.args.longest)
         copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
         if engine is self.drafting:
-            copies = [({**trainable, HEAD: {}}, {**frozen, HEAD: self._head}) for trainable, frozen in copies]
+            copies = [self._head.beside(trees) for trees in copies]
         # Of all prompts, so that parts of them need no programs of their own.
         begun = time.perf_counter()
         plan = engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
@@ -213,14 +220,10 @@ class Benchmark:
             )
             groups[number].answers[done.answer] = answer  # type: ignore[index]
 
-    def compile_sampling(self, *, drafts: bool = False) -> None:
+    def compile_sampling(self, longest: int | None = 17, *, drafts: bool = False) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
-        engine = self.drafting if drafts and self.drafting else self._engine
-        vars(window_sizes)["_HALVES"] = self.args.halves
-        calls = self.devices * (1 if self.args.halves < 3 else 2)
-        for _ in range(calls):  # what has not begun when answers end is left to the next
-            self.sample(longest=17, drafts=drafts)
-            engine.wait()
+        with patch.object(WindowSizes, "give_up", lambda sizes: None):  # as answers' end does of those not begun
+            self.sample(longest, drafts=drafts)
 
     def given(self, *, forced: bool = False) -> list[Group]:
         """Return answers of random tokens, all of the greatest length or of the forced ones."""
@@ -257,9 +260,10 @@ class Benchmark:
         return Step(micro_batches=batches, tokens=tokens, targets=objective.normalizer(counts))
 
     def _pack(self, groups: list[Group]) -> list[Packed]:
+        plan = self.run.rollouts.plan
         slots = self.args.prompts * self.args.answers
         sizes = {"seq_len": self.args.row, "batch_size": self._rows, "slots": slots, "tile": self._tile}
-        return pack_groups(groups, **sizes)
+        return pack_groups(groups, **sizes, shared=plan.shared, copies=plan.copies)
 
     def train(self, step: Step) -> dict[str, float]:
         """Run the optimizer step, and return its values."""
@@ -288,13 +292,14 @@ class Benchmark:
             "layouts": differences([own[number] for number in both], [other[total - 1 - number] for number in both]),
         }
 
-    def against_training(self, trainable: Any = None) -> dict[str, float]:
+    def against_training(self, trainable: Any = None) -> dict[str, Any]:
         """Compare log-probabilities of sampling and training, under these adapters if some are given, on all rows."""
         state = self.state
         self._policy.state = state if trainable is None else state._replace(trainable=trainable)
         own, sampled = self._trained(self.packed), self._sampled()
         self._policy.state = state
-        return differences([own[number] for number in own], [sampled[number] for number in own])
+        found = differences([own[number] for number in own], [sampled[number] for number in own])
+        return found | {"places": places(own, sampled)}
 
     def _trained(self, packed: list[Packed]) -> dict[int, np.ndarray]:
         """Return the log-probabilities of micro-batches' answers by training's programs, by the answers' numbers."""
@@ -309,6 +314,12 @@ class Benchmark:
 
     def _sampled(self) -> list[np.ndarray]:
         return [answer.log_probs for group in self.groups for answer in group.answers]
+
+
+def places(trained: dict[int, np.ndarray], others: list[np.ndarray], most: int = 8) -> list[str]:
+    """Return the first tokens whose log-probabilities differ, as answer: token of so many."""
+    unequal = ((number, np.flatnonzero(own != others[number]), len(own)) for number, own in sorted(trained.items()))
+    return [f"{number}: {token} of {length}" for number, tokens, length in unequal for token in tokens][:most]
 
 
 def differences(trained: list[np.ndarray], others: list[np.ndarray]) -> dict[str, float]:
@@ -382,7 +393,6 @@ def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
         "--train-alone", action="store_true", help="train on random answers of the forced lengths alone"
     )
     parser.add_argument("--memory", type=float, help="GPU memory that the step may take, GiB")
-    parser.add_argument("--halves", type=int, default=3, help="halves of the slots for which windows are compiled")
     parser.add_argument("--train-rows", type=int, help="rows to train on, from which the time of all follows")
     parser.add_argument(
         "--compared", type=int, default=10**5, help="tokens of rows to compare log-probabilities on; 0: none"
@@ -427,9 +437,9 @@ def main() -> None:
             timed(results, "compile sampling", bench.compile_sampling)
             groups = timed(results, "sampling", bench.sample)
         results["share"] = bench.share
+        print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
         if bench.drafting is not None:
             time_drafts(args, bench, results)
-        print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
         if bench.devices > 1:  # as much for each GPU, and a step of the same size
             part = bench.devices
             timed(results, "sampling a part on one GPU", partial(bench.sample, part=part, devices=1))
@@ -466,7 +476,8 @@ def main() -> None:
 def time_drafts(args: argparse.Namespace, bench: Benchmark, results: dict[str, Any]) -> None:
     """Time sampling with drafts; what its windows take beside is known from the sampling before."""
     assert bench.drafting is not None
-    timed(results, "compile sampling with drafts", partial(bench.compile_sampling, drafts=True))
+    # to the answers' ends: `auto` chooses by those that are left
+    timed(results, "compile sampling with drafts", partial(bench.compile_sampling, None, drafts=True))
     begun = replace(bench.drafting.drafts)
     timed(results, "sampling with drafts", partial(bench.sample, drafts=True))
     made = bench.drafting.drafts.made - begun.made

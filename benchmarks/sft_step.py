@@ -69,6 +69,8 @@ class Row:
     """Measured engines."""
     steps: int = 10
     """Timed steps."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers with adapters."""
 
     @property
     def config(self) -> dict:
@@ -80,9 +82,16 @@ class Row:
         """Return the name of the model's folder."""
         return self.shape + (f"-{self.layers}" if self.layers else "")
 
+    @property
+    def adapter(self) -> str:
+        """Return the name of the adapter's folder in it."""
+        return "-".join(("adapter", *(self.targets if self.targets != ("all-linear",) else ())))
+
 
 _ALL = "device", "offload", "none"
 """All kinds of checkpointing: what takes most memory last, what leaves pinned memory to the process not first."""
+_GRANITE_4 = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"
+"""What Unsloth adapts: neither experts, nor `out_proj`, whose adapter mamba-ssm's kernel ignores."""
 _SMALL: dict[str, Any] = {
     "tokens": 2048,
     "checkpointing": ("none", "device", "offload"),
@@ -125,14 +134,16 @@ ROWS = {
     "qwen3.5-35b-a3b, 60 GiB": Row(shape="qwen3.5-35b-a3b", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
-    "granite-4-h-tiny": Row(shape="granite-4-h-tiny", peer_memory=True),
+    "granite-4-h-tiny": Row(shape="granite-4-h-tiny", peer_memory=True, targets=_GRANITE_4, checkpointing=_ALL),
     "granite-4-h-tiny, memory free": Row(shape="granite-4-h-tiny", engines=("ours",)),
     "nemotron-3-nano": Row(shape="nemotron-3-nano", memory_limit=75.0, engines=("ours",), steps=6),
     "nemotron-3-nano FP8": Row(shape="nemotron-3-nano", matmul="fp8", memory_limit=75.0, engines=("ours",), steps=6),
     "nemotron-3-nano NF4, 24 GiB": Row(
         shape="nemotron-3-nano", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6
     ),
-    "tiny Granite 4": Row(shape="tiny-granite-4", tokens=1024, checkpointing=("none",), engines=("ours",)),
+    "tiny Granite 4": Row(
+        shape="tiny-granite-4", tokens=1024, checkpointing=("none",), engines=("ours", "peft"), targets=_GRANITE_4
+    ),
     "tiny Nemotron NF4": Row(shape="tiny-nemotron", tokens=1024, quantize="nf4", engines=("ours",)),
     "qwen3-8b, 2,048 tokens": Row(shape="qwen3-8b", tokens=2048, engines=("ours",), steps=30),
     **{
@@ -208,11 +219,11 @@ class Inputs:
             if not folder.exists():
                 self._made.add(row.folder)
                 (make_model if row.folder in self._shared else make_description)(folder, config)
-            if not (folder / "adapter").exists():
-                make_adapter(folder / "adapter", config, LoraConfig())
+            if not (folder / row.adapter).exists():
+                make_adapter(folder / row.adapter, config, LoraConfig(targets=row.targets))
         batches = self._scratch / f"{name}.npz"
         lengths = make_batches(batches, row, self._warm_up + (self._steps or row.steps))
-        return {"model": folder, "adapter": folder / "adapter", "batches": batches}, lengths
+        return {"model": folder, "adapter": folder / row.adapter, "batches": batches}, lengths
 
     def done(self, name: str) -> None:
         """Release a measured row's model."""

@@ -316,6 +316,7 @@ SHAPES = {
     "tiny": _shape(_QWEN3, 128, 256, 2, 8, head_dim=16, vocab_size=2048, tie_word_embeddings=True),
     "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
+    "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32),
     "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40),
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64),
@@ -361,6 +362,9 @@ SHAPES = {
         num_global_key_value_heads=1,
         vocab_size=2048,
         use_bidirectional_attention="vision",
+    ),
+    "qwen3.5-2b": _shape(
+        _QWEN3_5, 2048, 6144, 24, 8, num_key_value_heads=2, linear_num_value_heads=16, tie_word_embeddings=True
     ),
     "qwen3.5-9b": _shape(_QWEN3_5, 4096, 12288, 32, 16, linear_num_value_heads=32),
     "qwen3.5-27b": _shape(_QWEN3_5, 5120, 17408, 64, 24, linear_num_value_heads=48),

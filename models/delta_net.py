@@ -46,6 +46,8 @@ class DeltaConfig(Mixer):
     value_dim: int
     conv_width: int
     """Tokens of the convolution before it."""
+    largest_beta: float = 1.0
+    """β is at most this: above 1, a state's part along a key may change its sign."""
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -127,7 +129,7 @@ class DeltaConfig(Mixer):
         """See `Mixer`."""
         if name.endswith(f"{self.module}.A_log"):
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16.0)).astype(spec.dtype)
-        if name.endswith((f"{self.module}.dt_bias", f"{self.module}.norm.weight")):
+        if name.endswith(tuple(f"{self.module}.{part}" for part in ("dt_bias", "norm.weight", "o_norm.weight"))):
             return jnp.ones(spec.shape, spec.dtype)
         return None
 
@@ -153,25 +155,35 @@ class DeltaNet(nnx.Module):
     gated = True
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, shape: DeltaConfig, *, dtype, rngs: nnx.Rngs):
-        D, std, N = config.hidden_size, config.initializer_range, shape.num_value_heads
+        N = shape.num_value_heads
         self.shape = shape
         self.make_inputs(config, kind, dtype=dtype, rngs=rngs)
-        self.conv1d = Convolution(shape.channels, shape.conv_width, std=std, dtype=dtype, rngs=rngs)
         # Published in float32, whatever the other weights' dtype: decays multiply over all tokens of a document.
         self.dt_bias = nnx.Param(jnp.ones(N, jnp.float32))
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (N,), minval=0.01, maxval=16.0)))
-        self.norm = Norm(shape.value_dim, config.rms_norm_eps, dtype=jnp.float32)
-        options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
-        self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", shape.value_width, D, **options)
+        self.make_output(config, kind, dtype=dtype, rngs=rngs)
 
     def make_inputs(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> None:
-        """Make the projections that read the layer's norm."""
+        """Make the projections that read the layer's norm, and the convolution."""
         D, N, shape = config.hidden_size, self.shape.num_value_heads, self.shape
         linear = partial(layer_linear, config, kind, bias=False, dtype=dtype, rngs=rngs)
         self.in_proj_qkv = linear("linear_attn.in_proj_qkv", D, shape.channels)
         self.in_proj_z = linear("linear_attn.in_proj_z", D, shape.value_width)
         self.in_proj_b = linear("linear_attn.in_proj_b", D, N)
         self.in_proj_a = linear("linear_attn.in_proj_a", D, N)
+        self.make_convolution(config, dtype=dtype, rngs=rngs)
+
+    def make_convolution(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        """Make the convolution of queries, keys and values."""
+        options: dict[str, Any] = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        self.conv1d = Convolution(self.shape.channels, self.shape.conv_width, **options)
+
+    def make_output(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> None:
+        """Make the norm of the output's heads, and the projection back."""
+        self.norm = Norm(self.shape.value_dim, config.rms_norm_eps, dtype=jnp.float32)
+        sizes = self.shape.value_width, config.hidden_size
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "rngs": rngs}
+        self.out_proj = layer_linear(config, kind, "linear_attn.out_proj", *sizes, **options)
 
     def __call__(self, normed: Normed, context: LayerContext) -> Branch:
         """Project, mix the tokens of each document, and project back."""
@@ -188,16 +200,32 @@ class DeltaNet(nnx.Module):
         """Convolve, and apply the delta rule within the context."""
         qkv, b, a = values
         heads = self.shape.heads
-        mixed = context.convolve(qkv, self.conv1d.weight[...], heads)
+        mixed = context.convolve(qkv, self.taps, heads)
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
+        beta = beta if self.shape.largest_beta == 1.0 else beta * self.shape.largest_beta
         return context.delta_rule(mixed, g, beta, heads)
 
     def output(self, attended: Array, gate: Array, context: LayerContext) -> Branch:
         """Norm the rule's output, gate it and project it back."""
         heads = (*gate.shape[:2], self.shape.num_value_heads, self.shape.value_dim)
-        weight, eps = self.norm.weight[...], self.norm.eps
+        weight, eps = self.output_norm.weight[...], self.output_norm.eps
         gated = gated_rms_norm(attended.reshape(heads), gate.reshape(heads), weight, eps).reshape(gate.shape)
-        return Branch(lambda x: self.out_proj.add_to(x, gated, context))
+        return Branch(lambda x: self.output_proj.add_to(x, gated, context))
+
+    @property
+    def taps(self) -> jax.Array:
+        """Return the convolution's weights of queries, keys and values [channels, 1, tokens]."""
+        return self.conv1d.weight[...]
+
+    @property
+    def output_norm(self) -> Norm:
+        """Return the norm of the output's heads."""
+        return self.norm
+
+    @property
+    def output_proj(self) -> Linear:
+        """Return the projection of the output."""
+        return self.out_proj
 
     @property
     def inputs_of_norm(self) -> list[Linear]:

@@ -115,7 +115,7 @@ class Gemma4Layer(DecoderLayer):
         dense_norm, before, after = (getattr(self, name) for name in _EXPERT_NORMS)
         dense = dense_norm.of(self.ffn(normed, context).add_to(jnp.zeros_like(x)))
         flat = x.reshape(-1, x.shape[-1])
-        logits, routing = self.router(flat)
+        logits, routing = self.router(flat, exact=context.exact)
         routed = apply_experts(self.experts, before(flat), logits, routing, context).reshape(x.shape)
         both = Branch(lambda stream: stream + after.of(routed, dense))
         return self._finish(x + self._branch(both, self.norms.after_mlp, names.MLP_BRANCH), context)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -17,7 +18,7 @@ from jaxglue.models.family import Parts
 from jaxglue.models.hf_fields import decoder_fields, require_fields
 from jaxglue.models.layers import Attention, copied
 from jaxglue.models.linear import Linear, layer_linear
-from jaxglue.models.residual import Norm
+from jaxglue.models.residual import Branch, Norm
 from jaxglue.ops import names
 from jaxglue.ops.paged_attention import LatentPages, make_latent_pages
 from jaxglue.ops.projection import Projection, adapted_projection
@@ -52,7 +53,7 @@ class LatentConfig(Mixer):
 
     def make(self, config: DecoderConfig, parts: Parts, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> "LatentAttention":
         """See `Mixer`."""
-        return LatentAttention(config, self, kind, dtype=dtype, rngs=rngs)
+        return LatentAttention(config, parts, self, kind, dtype=dtype, rngs=rngs)
 
     def weights(self, config: DecoderConfig, kind: LayerKind) -> int:
         """See `Mixer`."""
@@ -83,7 +84,9 @@ class LatentAttention(Attention):
 
     value_names = (*Attention.value_names, names.KEY)
 
-    def __init__(self, config: DecoderConfig, latent: LatentConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, parts: Parts, latent: LatentConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs
+    ):
         D, N, H, bias = config.hidden_size, config.num_attention_heads, kind.head_dim, config.attention_bias
         linear = partial(layer_linear, config, kind, dtype=dtype, rngs=rngs)
         if latent.query_rank is None:
@@ -98,20 +101,24 @@ class LatentAttention(Attention):
             "self_attn.kv_b_proj", latent.rank, N * (latent.nope_dim + latent.value_dim), bias=False
         )
         self.o_proj = linear("self_attn.o_proj", N * latent.value_dim, D, bias=bias)
+        self.gate_name, self.gated = parts.gate, parts.gate is not None
+        if parts.gate is not None:  # of a value for each head
+            setattr(self, parts.gate, linear(f"self_attn.{parts.gate}", D, N, bias=False))
         self.latent, self.heads = latent, N
-        self.fused = self.gated = self.gated_queries = self.norms_full_width = self.norms_turned = False
+        self.fused = self.gated_queries = self.norms_full_width = self.norms_turned = False
         self.sinks = self.q_norm = self.k_norm = None
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), None
 
-    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], None]:
-        """Return queries and keys [B, T, N, H], and values [B, T, N, value_dim].
+    def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], Array | None]:
+        """Return queries and keys [B, T, N, H], and values [B, T, N, value_dim]; the output's gate [B, T, N], if any.
 
         For a cache they are followed by the latents [B, T, rank] where these are written; where they are read, queries
         are projected to the latents' space, and the only key has the latent in it.
         """
         latent, rope_dim = self.latent, self.latent.rope_dim
-        q, joined = adapted_projection(copied(normed), self.inputs, context)
+        q, joined, *gates = adapted_projection(copied(normed), self.inputs, context)
+        gate = checkpoint_name(gates[0], names.OUTPUT_GATE) if gates else None
         if latent.query_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q), context)
         q, joined = checkpoint_name(q, names.QUERY), checkpoint_name(joined, names.KEY)
@@ -126,14 +133,14 @@ class LatentAttention(Attention):
             k = jnp.pad(k_turning, ((0, 0),) * 3 + ((0, latent.nope_dim),))
             q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
             q = jnp.concatenate([q[..., :rope_dim], self._keys_and_values(q.dtype).absorb(q[..., rope_dim:])], axis=-1)
-            return (q, jnp.concatenate([k[..., :rope_dim], latents[:, :, None]], axis=-1)), None
+            return (q, jnp.concatenate([k[..., :rope_dim], latents[:, :, None]], axis=-1)), gate
         kv = checkpoint_name(self.kv_b_proj(latents, context), names.VALUE)
         kv = kv.reshape(*kv.shape[:2], self.heads, -1)
         k_turning = jnp.broadcast_to(k_turning, (*q.shape[:3], rope_dim))
         k = jnp.concatenate([k_turning, kv[..., : latent.nope_dim]], axis=-1)
         q, k = context.rotate(q, k, self.rotary, None, self.query_factor)
         values = q, k, kv[..., latent.nope_dim :]
-        return values if context.latents == "none" else (*values, latents), None
+        return values if context.latents == "none" else (*values, latents), gate
 
     def attend(self, values: tuple[Array, ...], context: LayerContext) -> Float[Array, "B T N value_dim"]:
         """Attend within the context, or over its latents."""
@@ -145,6 +152,13 @@ class LatentAttention(Attention):
         attended = cache.attend_latents(*values, self.latent.rank, self.head_dim**-0.5)
         return self._keys_and_values(attended.dtype).expand(attended)
 
+    def output(self, attended: Array, gate: Array | None, context: LayerContext) -> Branch:
+        """Project attention's output, times its gate's sigmoid, back."""
+        if gate is not None:
+            factors = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(attended.dtype)
+            attended = attended.reshape(*gate.shape, -1) * factors[..., None]
+        return super().output(attended, None, context)
+
     def _keys_and_values(self, dtype) -> "LatentMatrices":
         return LatentMatrices.of(self.kv_b_proj.projection, self.heads, self.latent.nope_dim, dtype)
 
@@ -152,13 +166,18 @@ class LatentAttention(Attention):
     def inputs(self) -> list[Projection]:
         """Return the readers of the layer's norm: the projections to queries, or their latent vector, and to keys'."""
         first = self.q_proj if self.latent.query_rank is None else self.q_a_proj
-        return [first.projection, self.kv_a_proj_with_mqa.projection]
+        return [linear.projection for linear in (first, self.kv_a_proj_with_mqa, *self.gates)]
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Return all projections."""
         first = (self.q_proj,) if self.latent.query_rank is None else (self.q_a_proj, self.q_b_proj)
-        return *first, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
+        return *first, self.kv_a_proj_with_mqa, *self.gates, self.kv_b_proj, self.o_proj
+
+    @property
+    def gates(self) -> tuple[Linear, ...]:
+        """Return the projection to the output's gate, if any."""
+        return () if self.gate_name is None else (getattr(self, self.gate_name),)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Attention(nnx.Module):
             q, gate = q[:, :, ::2], q[:, :, 1::2]
         if self.q_norm is not None and self.k_norm is not None and self.norms_turned:
             q, k = context.rotate(q, k, self.rotary, at_once=True)
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, exact=context.exact), self.k_norm(k, exact=context.exact)
             return ((q * self.query_factor).astype(q.dtype), k, v), gate
         q, k = context.rotate(q, k, self.rotary, self.head_norms, self.query_factor)
         return (q, k, v), gate
@@ -294,11 +294,11 @@ class DecoderLayer(nnx.Module):
 
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[tuple[Array, ...], Any]:
         """Return the mixer's values of norm(x), such as queries, keys and values, and its output's gate, if any."""
-        return self.token_mixer.project(self._normed(x, self.norms.before_attention), context)
+        return self.token_mixer.project(self._normed(x, self.norms.before_attention, context), context)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, gate: Any, context: LayerContext) -> Array:
         """Return the layer's output from its input, the values that attention gives its heads, and their gate."""
-        normed = x if not self.parallel else self._normed(x, self.norms.before_attention)
+        normed = x if not self.parallel else self._normed(x, self.norms.before_attention, context)
         branch = self.token_mixer.output(attended, gate, context)
         x = x + self._branch(branch, self.norms.after_attention, names.ATTENTION_BRANCH)
         if self.parallel:
@@ -320,10 +320,10 @@ class DecoderLayer(nnx.Module):
         """Return the norm of this name; None for none."""
         return None if name is None else getattr(self, name)
 
-    def _normed(self, x: Array, name: str | None) -> Array:
+    def _normed(self, x: Array, name: str | None, context: LayerContext) -> Array:
         """Return the norm of this name of x; x without one."""
         norm = self.norm_named(name)
-        return x if norm is None else norm(x)
+        return x if norm is None else norm(x, exact=context.exact)
 
     def _fork(self, x, name: str | None, reader: Any, context) -> tuple[Array, Normed]:
         """Return x, and norm(x) for this reader."""

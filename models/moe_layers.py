@@ -26,6 +26,7 @@ from jaxglue.ops.moe import (
 )
 from jaxglue.ops.norm_rope import NormStyle, rms_norm
 from jaxglue.ops.projection import project
+from jaxglue.ops.projection.ordered import ordered_float32_product, ordered_product
 from jaxglue.ops.quant.formats import FORMATS, Quantized
 from jaxglue.ops.quant.stack import hold_matrices
 from jaxglue.ops.residual_norm import Normed
@@ -132,6 +133,7 @@ class Experts(nnx.Module):
             ranks=getattr(context, "ranks", None),
             fp8=gate_up.fp8 and context.fp8,
             inference=getattr(context, "inference", False),
+            exact=context.exact,
         )
 
 
@@ -148,9 +150,13 @@ class Router(nnx.Module):
         shape = (*(1,) * (parts.correction_axes - 1), E)
         self.e_score_correction_bias = Buffer(jnp.zeros(shape, jnp.float32)) if parts.correction else None
 
-    def __call__(self, x: Float[Array, "M D"]) -> Float[Array, "M E"]:
-        """Compute the logits in float32."""
-        if self.float32:  # not in TF32: small differences of logits decide
+    def __call__(self, x: Float[Array, "M D"], *, exact: bool = False) -> Float[Array, "M E"]:
+        """Compute the logits in float32; exact ones in one order of sums, whatever tokens are routed together."""
+        if exact and self.float32:
+            logits = ordered_float32_product(x, self.weight[...].astype(jnp.float32))
+        elif exact:
+            logits = ordered_product(x, self.weight[...].astype(x.dtype), jnp.float32)
+        elif self.float32:  # not in TF32: small differences of logits decide
             weight = self.weight[...].astype(jnp.float32)
             logits = jnp.einsum("md,ed->me", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
         else:
@@ -177,12 +183,13 @@ class ScaledRouter(nnx.Module):
         self.per_expert_scale = nnx.Param(jnp.ones(E, dtype))
         self.eps, self.style, self.experts_per_token = config.rms_norm_eps, norm, config.moe.num_experts_per_tok
 
-    def __call__(self, x: Float[Array, "M D"]) -> tuple[Float[Array, "M E"], Routing]:
-        """Return the logits, and the routing."""
+    def __call__(self, x: Float[Array, "M D"], *, exact: bool = False) -> tuple[Float[Array, "M E"], Routing]:
+        """Return the logits, and the routing; see `Router` for `exact`."""
         D = x.shape[-1]
         normed = rms_norm(x, jnp.ones(D, x.dtype), self.eps, self.style) * self.scale[...].astype(x.dtype)
-        logits = project(normed * jnp.asarray(D**-0.5, x.dtype), self.proj.weight[...], jnp.float32)
-        routing = route(logits, self.experts_per_token, normalize=True)
+        multiply, matrix = ordered_product if exact else project, self.proj.weight[...].astype(x.dtype)
+        logits = multiply(normed * jnp.asarray(D**-0.5, x.dtype), matrix, jnp.float32)
+        routing = route(logits, self.experts_per_token, normalize=True, exact=exact)
         factors = self.per_expert_scale[...].astype(jnp.float32)
         # A gather's gradient would be a scatter with atomics.
         chosen = jax.nn.one_hot(routing.expert_ids, factors.size, dtype=jnp.float32)
@@ -221,7 +228,7 @@ class SparseMLP(nnx.Module):
         assert isinstance(x, jax.Array)
         tokens = copy_to(x).reshape(-1, x.shape[-1])
         router = getattr(self, self.parts.router)
-        logits = router(tokens)
+        logits = router(tokens, exact=context.exact)
         routing = route(
             logits,
             self.experts_per_token,
@@ -231,6 +238,7 @@ class SparseMLP(nnx.Module):
             groups=self.groups,
             scale=self.routed_scale,
             inference=getattr(context, "inference", False),
+            exact=context.exact,
         )
         y = reduce_from(self.routed(tokens, logits, routing, context).reshape(x.shape))
         return Branch(lambda stream: self._add_shared(stream + y, x, context))

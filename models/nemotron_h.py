@@ -172,7 +172,7 @@ class OnePartLayer(DecoderLayer):
         """See `DecoderLayer`."""
         if self.sees_others:
             return x + self.mixer.output(attended, gate, context)
-        return x + self.mixer(self._normed(x, self.norms.before_attention), context)
+        return x + self.mixer(self._normed(x, self.norms.before_attention, context), context)
 
 
 @dataclass(frozen=True)

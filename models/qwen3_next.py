@@ -36,10 +36,11 @@ class JoinedDeltaNet(DeltaNet):
     """Linear attention whose projections have rows in groups, one for each key head."""
 
     def make_inputs(self, config: DecoderConfig, kind: LayerKind, *, dtype, rngs: nnx.Rngs) -> None:
-        """Make the projections that read the layer's norm."""
+        """See `DeltaNet`."""
         linear, D = partial(layer_linear, config, kind, bias=False, dtype=dtype, rngs=rngs), config.hidden_size
         self.in_proj_qkvz = linear("linear_attn.in_proj_qkvz", D, self.shape.channels + self.shape.value_width)
         self.in_proj_ba = linear("linear_attn.in_proj_ba", D, 2 * self.shape.num_value_heads)
+        self.make_convolution(config, dtype=dtype, rngs=rngs)
 
     def project(self, normed: Normed, context: LayerContext) -> tuple[tuple[Array, ...], Array]:
         """See `DeltaNet`."""

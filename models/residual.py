@@ -22,10 +22,13 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(size, dtype))
         self.eps, self.style, self.factor = eps, style, factor
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalize x, in x's dtype; of a residual stream with further columns, the first ones."""
-        first = x[..., : self.weight.shape[0]]
-        normed = reference_norm(first, self.weight[...], self.eps, self.style, self.bias_values)
+    def __call__(self, x: Float[Array, "*B D"], *, exact: bool = False) -> Float[Array, "*B D"]:
+        """Normalize x, in x's dtype; of a residual stream with further columns, the first ones.
+
+        An exact norm is by kernels that treat a row by itself, where XLA's sums have an order by the number of rows.
+        """
+        first, normalize = x[..., : self.weight.shape[0]], norm if exact else reference_norm
+        normed = normalize(first, self.weight[...], self.eps, self.style, self.bias_values)
         return normed if self.factor == 1.0 else (normed * self.factor).astype(x.dtype)
 
     def of(self, x: Float[Array, "*B D"], stream: Float[Array, "*B D"] | None = None) -> Float[Array, "*B D"]:

@@ -1,8 +1,8 @@
 """Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
 A request is JSON: `model`, optionally `lora`, `mmproj` and a number of `drafts` by the file's own head, and lists
-`prompts` (tokens), `chats` (messages), `texts` and `bodies` of chat completions; the answer holds the tokens that
-follow each prompt, each chat as rendered with its tokens and answer, each text's tokens, and replies.
+`prompts` (tokens), `chats` (messages), `texts`, `bodies` of chat completions and of `decisions`; the answer holds the
+tokens that follow each prompt, each chat as rendered with its tokens and answer, each text's tokens, and replies.
 """
 
 import json
@@ -69,6 +69,7 @@ def _answer(request: dict) -> dict:
         "prompts": [complete(prompt) for prompt in request.get("prompts", [])],
         "chats": [chat(messages) for messages in request.get("chats", [])],
         "replies": [_post(address, "/v1/chat/completions", body) for body in request.get("bodies", [])],
+        "decisions": [_post(address, "/v1/systemone", body) for body in request.get("decisions", [])],
         "texts": [_post(address, "/tokenize", {"content": text})["tokens"] for text in request.get("texts", [])],
     }
 

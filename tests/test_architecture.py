@@ -44,13 +44,7 @@ def tree(path: Path) -> ast.Module:
 
 def imported_packages(path: Path) -> set[str]:
     """Every `jaxglue.NAME` that a file imports, inside functions too."""
-    modules: list[str] = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: relative import"
-            modules += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
+    modules = (f"{module}.{name}" if name else module for module, name in imports(path))
     return {parts[1] for parts in (module.split(".") for module in modules) if parts[0] == "jaxglue" and parts[1:]}
 
 
@@ -84,13 +78,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sources("jaxglue")}
 
 
-def imports(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield (module, name) of each import, inside functions and for type checkers too."""
+@cache
+def imports(path: Path) -> list[tuple[str, str | None]]:
+    """Return (module, name) of each import, inside functions and for type checkers too."""
+    found = list[tuple[str, str | None]]()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            assert not node.level, f"{path}: relative import"
+            found += [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            found += [(alias.name, None) for alias in node.names]
+    return found
 
 
 def test_imported_modules_of_ours_exist():

@@ -21,11 +21,14 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 _LFM_TARGETS = r".*\.layers\.\d+\..*\.(q_proj|k_proj|v_proj|in_proj|out_proj|w1|w2|w3)"
 """A pattern: of names in a list, Unsloth takes those in attention and feed-forwards alone."""
+_GRANITE_TARGETS = r".*\.layers\.\d+\..*\.(q_proj|k_proj|v_proj|o_proj|in_proj|input_linear|output_linear)"
+_PATTERNS = {"lfm2": _LFM_TARGETS, "granitemoehybrid": _GRANITE_TARGETS}
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "UNSLOTH_SKIP_TORCHVISION_CHECK": "1",
+    "UNSLOTH_EXPERIMENTAL_HYBRID_PACKING": "1",  # else it packs no Mamba-2
     "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
@@ -64,7 +67,7 @@ def targets(folder: str) -> list[str] | str:
     """Return the linear layers of a folder's model that get adapters, all of them; names or a pattern of paths."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         model_type = json.load(file)["model_type"]
-    return _LFM_TARGETS if model_type == "lfm2" else TARGETS + _DELTA_TARGETS * model_type.startswith("qwen3_5")
+    return _PATTERNS.get(model_type) or TARGETS + _DELTA_TARGETS * model_type.startswith("qwen3_5")
 
 
 def import_unsloth():
@@ -86,7 +89,7 @@ def load_unsloth(folder: str, *, adapter: str, quantize: str, checkpointing: str
 
     packing.mark_allow_overlength(model)  # what SFTTrainer(packing=True) switches on
     packing._enable_hf_packed_attention()
-    if any("linear_attn" in name for name, _ in model.named_modules()):
+    if any(name.endswith((".linear_attn", ".mamba")) for name, _ in model.named_modules()):
         assert packing.patch_hybrid_linear_attention_varlen(model), "Unsloth does not pack linear attention here"
     return model
 

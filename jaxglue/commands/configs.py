@@ -88,6 +88,9 @@ class ExportConfig(PartsConfig):
     trained with --serve-as is written in its format without this."""
     gguf: Annotated[GgufType | None, Alias("quantization_method", "outtype")] = None
     """Write a GGUF file of this type, for llama.cpp and Ollama: of --adapter merged into its base, or of --base."""
+    fold_temperatures: bool = False
+    """Divide the logits of labels by the temperatures of decisions in the written folder, of --adapter merged or of
+    --base, for servers that read labels alone, such as vLLM."""
     gguf_lora: bool = False
     """Write --adapter alone as a GGUF file, which llama.cpp applies to its base's."""
     imatrix: tuple[str, ...] = ()
@@ -112,12 +115,17 @@ class ExportConfig(PartsConfig):
         """Refuse several tasks at once, and none."""
         if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
             raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
-        written = self.adapter is not None or self.gguf is not None
+        written = self.adapter is not None or self.gguf is not None or self.fold_temperatures
+        if self.fold_temperatures and (self.gguf is not None or self.quantize != "none" or self.checkpoint is not None):
+            raise ValueError(
+                "--fold-temperatures writes a folder in the base's dtype: start --gguf or --quantize there"
+            )
         quantizes = self.quantize != "none" and not (self.adapter and self.gguf is None)
         tasks = (written, quantizes, self.checkpoint is not None)
         if sum(tasks) != 1:
             raise ValueError(
-                "give one of --adapter (or --gguf), --quantize and --checkpoint: a further task starts from its output"
+                "give one of --adapter (or --gguf), --quantize, --fold-temperatures and --checkpoint: "
+                "a further task starts from its output"
             )
         if self.imatrix not in ((), ("none",)) and self.gguf not in K_QUANTS:
             raise ValueError("--imatrix weighs the errors of K-quants: add --gguf q4_k_m, q5_k_m or q6_k")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.files.atomic import require_empty
 from jaxglue.files.json_file import read_json
 from jaxglue.generation.assistant import tower_of
 from jaxglue.hf.export import quantize_folder
@@ -36,7 +38,9 @@ from jaxglue.hf.gguf.mmproj import is_written
 from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.hf.model_card import CURVE, model_card
+from jaxglue.hf.reading import read_record
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
+from jaxglue.hf.temperatures import fold_temperatures
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
@@ -69,10 +73,26 @@ def _write(config: ExportConfig, output: Path) -> None:
         echo(_write_gguf(config, config.gguf, output))
     elif config.gguf_lora:
         echo(_write_gguf_lora(config, output))
+    elif config.fold_temperatures:
+        echo(_fold_temperatures(config, output))
     elif config.adapter is not None:
         echo(_merge(config, config.adapter, output))
     else:
         echo(_quantize(config, output))
+
+
+def _fold_temperatures(config: ExportConfig, output: Path) -> str:
+    """Write a decision model with its temperatures in the output projection, an adapter merged first."""
+    require_empty(output)
+    with TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}-") as between:
+        base, merged = config.base_folder(), ""
+        if config.adapter is not None:
+            base = Path(between) / "merged"
+            merged = f"{_merge(config, config.adapter, base)}; "
+        found = fold_temperatures(base, output, config.max_shard_bytes, progress=DataProgress())
+    return (
+        merged + "labels' logits are divided by " + ", ".join(f"{value:.3g} ({kind})" for kind, value in found.items())
+    )
 
 
 def _quantize(config: ExportConfig, output: Path) -> str:
@@ -106,9 +126,13 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     rows = _calibration(config, kind, tensors, tokenizer)
     importance = _measure_importance(rows, tensors, base) if rows else None
     draft = find_gguf_draft(tensors, tensors.config, base, config.adapter)
-    options: dict[str, Any] = {"importance": importance, "draft": draft, "progress": DataProgress()}
+    record = read_record(config.adapter, base)
+    decides = record if record.get("kind") == "decide" else None
+    options: dict[str, Any] = {"importance": importance, "draft": draft, "decides": decides, "progress": DataProgress()}
     file = export_gguf(tensors, tensors.config, tokenizer, stops, kind, output, **options)
     server = f"llama-server -m {file}" + ("" if draft is None else " --spec-type draft-mtp")
+    if decides is not None:
+        return f"run it with: {server}, and ask /v1/systemone"
     if tensors.config.vision is not None:
         return f"run it with: {server} --mmproj {file.with_name(f'mmproj-{output.resolve().name}.gguf')}"
     return f"run it with: {server}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"

@@ -22,7 +22,7 @@ def main(config: ServeConfig) -> None:
         raise ValueError(f"jaxglue serve needs {' and '.join(missing)}: pip install '.[serve]' in its clone")
     from jaxglue.generation.assistant import Assistant
     from jaxglue.generation.reading import LoadedModel, find_record
-    from jaxglue.serve.reading import make_readers
+    from jaxglue.serve.reading import make_readers, warm_up
     from jaxglue.serve.server import make_app, make_read_app
     from jaxglue.serve.service import Service
 
@@ -30,16 +30,20 @@ def main(config: ServeConfig) -> None:
     if record.get("kind") == "embed" or record.get("score"):
         if config.adapters:
             raise ValueError(f"--adapters: a model for {record['kind']} is served alone: leave it out")
-        alone = make_readers(LoadedModel.load(config), record, most=config.max_requests)
+        alone = make_readers(LoadedModel.load(config), record, most=config.max_requests, alone=config.exact)
         assert alone is not None
+        echo("compiling the programs", error=True)
         try:
+            for reader in alone.readers.values():
+                warm_up(reader)
             _run(config, make_read_app(alone, config), [config.served_name])
         finally:
             alone.close()
         return
     assistant = Assistant(config)
     named = bool(config.named_adapters) or config.adapter_folder is not None  # of which each request would choose
-    reading = None if named else make_readers(LoadedModel.of(assistant), record, most=config.max_requests)
+    options: Any = {"most": config.max_requests, "alone": config.exact}
+    reading = None if named else make_readers(LoadedModel.of(assistant), record, **options)
     service = Service(
         assistant,
         slots=config.batch_size,
@@ -52,6 +56,8 @@ def main(config: ServeConfig) -> None:
     try:
         echo("compiling the programs", error=True)
         service.warm_up()
+        if record and reading is not None:  # the model is for such requests
+            warm_up(reading.readers[record["kind"]])
         _run(config, make_app(assistant, service, config, reading), [config.served_name, *config.named_adapters])
     except KeyboardInterrupt:
         echo("jaxglue serve: interrupted", error=True)

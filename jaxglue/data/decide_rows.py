@@ -22,6 +22,11 @@ from jaxglue.files.json_file import parse_json
 class DecisionEncoder(UnitEncoder):
     """Tokenizer of states with questions; each question is a part that ends where its answer begins.
 
+    Args:
+        tokenizer: of the model.
+        system: message before the user's.
+        rows: options of choices for which a head has rows in place of tokens; None reads tokens.
+
     Raises:
         ValueError: a tokenizer without labels of single tokens.
     """
@@ -29,15 +34,19 @@ class DecisionEncoder(UnitEncoder):
     format = "decisions"
     keys = frozenset({"state", "questions", "gold"})
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None, rows: int | None = None):
         super().__init__(tokenizer, system=system)
-        self._frame = Frame.of(self.template, self.system)
-        self.labels = Labels.of(tokenizer, self._frame.tail, has_template=self._frame.has_template)
+        self.frame = Frame.of(self.template, self.system)
+        """The text around a state and a question."""
+        self.tokens = Labels.of(tokenizer, self.frame.tail, has_template=self.frame.has_template)
+        """The tokens that answer."""
+        self.labels = self.tokens if rows is None else self.tokens.as_rows(rows)
+        """What answers: these, or rows of a head."""
 
     @property
     def before(self) -> str:
         """Return the text between state and question."""
-        return self._frame.between
+        return self.frame.between
 
     def unit(self, row: Mapping[str, Any]) -> UnitText:
         """Return a row's state and questions, with the gold of each."""
@@ -56,9 +65,20 @@ class DecisionEncoder(UnitEncoder):
         return self.asked(read_state(row["state"]), questions, targets)
 
     def asked(
-        self, state: str, questions: Mapping[str, Question], targets: list[list[float]] | None = None
+        self,
+        state: str,
+        questions: Mapping[str, Question],
+        targets: list[list[float]] | None = None,
+        *,
+        system: str | None = None,
     ) -> UnitText:
         """Return a state with questions; without targets their options have the same probabilities.
+
+        Args:
+            state: text.
+            questions: by id.
+            targets: gold probabilities of each one's options.
+            system: message in place of the encoder's.
 
         Raises:
             ValueError: options beyond the labels, or that have the same tokens; names the question.
@@ -71,8 +91,16 @@ class DecisionEncoder(UnitEncoder):
                 raise ValueError(f"question {name!r}: {error}") from error
             gold = targets[index] if targets else [1 / len(question.options)] * len(question.options)
             parts.append(self._part_text(question, gold))
-        begins = [] if self._frame.has_template else [beginning(self.tokenizer)]
-        return UnitText([*begins, f"{self._frame.head}{self.protected(state)}{self._frame.between}"], parts)
+        begins = [] if self.frame.has_template else [beginning(self.tokenizer)]
+        head = self._head(system) if system else self.frame.head
+        return UnitText([*begins, f"{head}{self.protected(state)}{self.frame.between}"], parts)
+
+    def _head(self, system: str) -> str:
+        """Return the text before a state behind another system message."""
+        frame = Frame.of(self.template, self.protected(system))
+        if frame[1:] != self.frame[1:]:
+            raise ValueError("the chat template ends otherwise behind such instructions: put them into the state")
+        return frame.head
 
     def _check(self, question: Question) -> None:
         self.labels.check(question)
@@ -82,7 +110,7 @@ class DecisionEncoder(UnitEncoder):
     def _part_text(self, question: Question, gold: list[float]) -> PartText:
         text = question_parts(question, self.labels.names[question.type])
         lines = [piece for label, line in text.lines for piece in (label, self.protected(line))]
-        end = f"{text.end}{self._frame.tail}"
+        end = f"{text.end}{self.frame.tail}"
         return PartText(
             pieces=[self.protected(text.intro), *lines, end], kind=question.number, gold=gold, lines=len(text.lines)
         )

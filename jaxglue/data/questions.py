@@ -210,19 +210,26 @@ class Parts(NamedTuple):
 
 
 def question_parts(question: Question, names: Sequence[str]) -> Parts:
-    """Return a question's text, whose options have these labels."""
-    intro = f"{question.instructions}\n" if question.instructions else ""
+    """Return a question's text, whose options have these labels: that of vLLM's reader of decisions."""
+    intro = f"Question: {question.instructions}\n" if question.instructions else ""
     if question.type == YES_NO:
         described = zip(names, question.options, strict=True)
         means = "".join(f"{word}: {option.description}\n" for word, option in described if option.description)
-        return Parts(intro + means, [], f"Answer {' or '.join(names)}.")
+        return Parts(intro + means, [], question_end(question.type, names))
     lines = [(f"{label}:", f" {_line(option)}\n") for label, option in zip(names, question.options, strict=False)]
-    kind = "letter" if question.type == CHOICE else "number"
-    return Parts(intro, lines, f"Answer with the {kind} of one option.")
+    return Parts(intro, lines, question_end(question.type, names))
+
+
+def question_end(type: str, names: Sequence[str]) -> str:
+    """Return the last sentence of a question of a type."""
+    if type == YES_NO:
+        return f"Answer with {' or '.join(names)} only."
+    what = "letter of one option" if type == CHOICE else "number of one level"
+    return f"Answer with the {what} only."
 
 
 def _line(option: Option) -> str:
-    return option.name if option.description is None else f"{option.name} — {option.description}"
+    return option.name if option.description is None else f"{option.name} - {option.description}"
 
 
 @dataclass(frozen=True)
@@ -269,11 +276,20 @@ class Labels:
         """Return all labels' tokens; those of choices last, so that fewer can be read."""
         return [token for kind in (YES_NO, SCORE, CHOICE) for group in self.groups[kind] for token in group]
 
+    def as_rows(self, most: int) -> "Labels":
+        """Return the labels as rows of a head: one for each option, of choices of so many at most."""
+        first, groups = 0, dict[str, tuple[tuple[int, ...], ...]]()
+        for kind in (YES_NO, SCORE, CHOICE):
+            count = min(len(self.groups[kind]), most)
+            groups[kind] = tuple((first + row,) for row in range(count))
+            first += count
+        return Labels(self.names, groups)
+
     def check(self, question: Question) -> None:
         """Raise ValueError for a question of more options than there are labels."""
         if len(question.options) > (most := len(self.groups[question.type])):
             what = "levels" if question.type == SCORE else "options"
-            raise ValueError(f"{len(question.options)} {what}, and the tokenizer has single tokens for {most}")
+            raise ValueError(f"{len(question.options)} {what}, and there are labels for {most}")
 
     def owners(self, type: str, options: int, width: int) -> Int[np.ndarray, "width"]:
         """Return the option that each of the first `width` tokens stands for; −1 for none."""

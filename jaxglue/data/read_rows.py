@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.files import Row
@@ -215,6 +216,47 @@ def _add(columns: dict[str, list[float]], unit: UnitText, prefix: int, parts: li
         none = [0] * len(text.gold)
         columns["label_size"] += sizes.lines[::2] or none
         columns["text_size"] += sizes.lines[1::2] or none
+
+
+def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.ndarray, "parts"]]:
+    """Return units of the same beginning as one, of so many tokens at most, and the index that each part had before."""
+    columns, counts = encoded.columns, encoded.columns["parts"].astype(np.int64)
+    prefixes = columns["prefix"].astype(np.int64)
+    ends = np.cumsum(encoded.lengths.astype(np.int64))
+    starts = ends - encoded.lengths
+    groups: dict[bytes, list[int]] = {}
+    used: dict[bytes, int] = {}
+    for unit, (start, prefix) in enumerate(zip(starts.tolist(), prefixes.tolist(), strict=True)):
+        key = encoded.tokens[start : start + prefix].tobytes()
+        own = int(encoded.lengths[unit]) - prefix
+        if not prefix or used.get(key, prefix) + own > longest:
+            key += unit.to_bytes(8)  # by itself
+        groups.setdefault(key, []).append(unit)
+        used[key] = used.get(key, prefix) + own
+    firsts = np.cumsum(counts) - counts
+    order = np.concatenate([np.arange(firsts[u], firsts[u] + counts[u]) for units in groups.values() for u in units])
+    if len(groups) == len(counts):
+        return encoded, order
+    spans = [
+        span
+        for units in groups.values()
+        for span in (
+            np.arange(starts[units[0]], starts[units[0]] + prefixes[units[0]]),
+            *(np.arange(starts[unit] + prefixes[unit], ends[unit]) for unit in units),
+        )
+    ]
+    at, options = np.concatenate(spans), columns["options"].astype(np.int64)
+    before = np.cumsum(options) - options
+    of_options = np.concatenate([np.arange(before[part], before[part] + options[part]) for part in order])
+    members = list(groups.values())
+    leaders = [units[0] for units in members]
+    found = {"prefix": columns["prefix"][leaders], "parts": np.array([counts[units].sum() for units in members])}
+    found["cut"] = np.array([columns["cut"][units].max() for units in members])
+    found |= {name: columns[name][order] for name in ("kind", "size", "intro", "options")}
+    found |= {name: columns[name][of_options] for name in ("gold", "label_size", "text_size")}
+    lengths = prefixes[leaders] + np.array([(encoded.lengths[units] - prefixes[units]).sum() for units in members])
+    named = {name: values.astype(np.float32) for name, values in found.items()}
+    return Encoded(encoded.tokens[at], encoded.mask[at], lengths.astype(np.int32), named), order
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> bytes:

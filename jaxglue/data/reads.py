@@ -163,6 +163,8 @@ class ReadDataset(TokenDataset):
     """Tokens that answer questions, where parts are such."""
     permuted: bool = False
     """Options of choices come in another order in each batch."""
+    slot_tokens: int | None = None
+    """Tokens of a row for each of which it has a slot at least: rows of any units then have few shapes."""
 
     PER_DOCUMENT: ClassVar[tuple[str, ...]] = (*TokenDataset.PER_DOCUMENT, "prefixes", "firsts", "counts")
 
@@ -228,7 +230,8 @@ class ReadDataset(TokenDataset):
     def slots(self, seq_len: int) -> int:
         """Return slots for the parts of any row of so many tokens, a power of two."""
         if seq_len not in self._slots:
-            self._slots[seq_len] = self._count_slots(seq_len)
+            least = seq_len // self.slot_tokens if self.slot_tokens else 1
+            self._slots[seq_len] = max(self._count_slots(seq_len), segment_bucket(least))
         return self._slots[seq_len]
 
     @cached_property

@@ -51,7 +51,7 @@ class EmbedHead:
         neftune_alpha: float = 0.0,
         layout: Layout = SINGLE_DEVICE,
     ):
-        self._exact = exact
+        self.exact = exact
         self._neftune_alpha = neftune_alpha
         self._graphdefs, self.config, self._dtype, self._attention = graphdefs, config, dtype, attention
         if tile is not None and router_losses is not None and router_losses.balance:
@@ -124,7 +124,7 @@ class EmbedHead:
                 router_losses=router_losses,
                 backend=self._attention,
                 tile=self._tile,
-                exact=self._exact,
+                exact=self.exact,
                 ranks=batch.ranks,
                 dropout_key=layer_key,
                 fp8=fp8,
@@ -362,7 +362,7 @@ class EmbedHead:
             hidden, output = self.normed_output(trainable, frozen, x, ranks)
             tokens = hidden, extended_matrix(output), targets.ravel(), counted.ravel()
             options: dict[str, Any] = {"softcap": softcap, "temperature": temperature}
-            log_probs = linear_log_probs(*tokens, **options, exact=self._exact)
+            log_probs = linear_log_probs(*tokens, **options, exact=self.exact)
             return log_probs.reshape(targets.shape)
 
         rows = layout.batch_spec
@@ -398,7 +398,8 @@ class EmbedHead:
         ranks = None if ranks is None else ranks.reshape(-1, ranks.shape[-1])
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return with_low_rank(output, norm(x).reshape(-1, self.config.hidden_size), ranks), output
+        normed = norm(x, exact=self.exact)
+        return with_low_rank(output, normed.reshape(-1, self.config.hidden_size), ranks), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
@@ -412,7 +413,7 @@ class EmbedHead:
             softcap=softcap,
             temperature=self._objective.temperature,
             width=self.config.hidden_size,
-            exact=self._exact,
+            exact=self.exact,
         )
         values = self._objective(targets, batch) * scale
         return self._objective.loss(values), values

@@ -136,6 +136,15 @@ class HeadValues:
         logits = jnp.einsum("baw,blw->bal", self._read_states, rows, precision="highest")
         return logits if self._softcap is None else self._softcap * jnp.tanh(logits / self._softcap)
 
+    def read_log_probs(self, tokens: Int[Array, "B"]) -> Float[Array, "B A"]:
+        """Return the log-probability of a token at each part's end, among all tokens; 0 of unused slots."""
+        assert self._batch.reads is not None
+        states, used = self._read_states.astype(self._hidden.dtype), self._batch.reads.used
+        targets = jnp.broadcast_to(tokens[:, None], used.shape)
+        rows = states.reshape(-1, states.shape[-1]), output_matrix(self._output), targets.ravel(), used.ravel()
+        options: dict[str, Any] = {"columns": low_rank_columns(self._output), "exact": self._exact}
+        return linear_log_probs(*rows, **options, **self._shape).reshape(used.shape)
+
     @property
     def read_scores(self) -> Float[Array, "B A"]:
         """Return each part's score under a reward model."""

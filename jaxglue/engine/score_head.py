@@ -13,7 +13,7 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.models.parameters import Params
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.ops.collectives import divide_equally, per_device
-from jaxglue.ops.cross_entropy import chunk_size, linear_likely, linear_scores
+from jaxglue.ops.cross_entropy import linear_likely, linear_scores
 from jaxglue.sharding.gather import gather, stack
 from jaxglue.sharding.rules import Layout
 
@@ -89,12 +89,13 @@ class ScoreHead:
     def _likely(self, trainable: Params, frozen: Params, x, targets, *, count: int):
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix, softcap = extended_matrix(output), self._head.config.scales.logit_softcap
-        return linear_likely(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), count, softcap)
+        options: dict[str, Any] = {"softcap": softcap, "exact": self._head.exact}
+        return linear_likely(hidden, matrix, targets.ravel(), count, **options)
 
     def _local(self, weights: Any, x, targets) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = extended_matrix(output)
         softcap = self._head.config.scales.logit_softcap
-        losses, best = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
+        losses, best = linear_scores(hidden, matrix, targets.ravel(), softcap=softcap, exact=self._head.exact)
         return losses.reshape(targets.shape), best.reshape(targets.shape)

@@ -37,6 +37,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import merge_served
 from jaxglue.models.parameters import split_model
 from jaxglue.models.tower_config import TowerConfig
+from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.choices import SERVED
 from jaxglue.ops.projection.fp8 import check_fp8
@@ -87,6 +88,8 @@ class Assistant:
         """Ranks of all adapters together; 0 without adapters by name."""
         if config.exact:
             _require_exact(model.config, self.dtype, rank=self.ranks)
+        self.tile = key_tile(model.config.layer_kinds[0].head_dim) if config.exact else None
+        """Tokens at whose multiples texts begin in a row, so that theirs have the same bits in any; None for any."""
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)

@@ -151,7 +151,7 @@ class Engine:
         self._model = graphdefs, config, dtype, attention
         self._fp8_layers = [True] * len(graphdefs.layers)
         self._programs = self._make_programs()
-        self._sizes = dict[Any, WindowSizes]()
+        self._sizes = dict[Any, SizesByKind]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
@@ -277,8 +277,9 @@ class Engine:
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
-        for sizes in self._sizes.values():
-            sizes.wait()
+        for by_kind in self._sizes.values():
+            for sizes in by_kind.values():
+                sizes.wait()
 
     def _run(
         self, trainable, frozen, requests, stop, *, memory=None, slots=None, plan=None, until=None, whole=None
@@ -322,7 +323,7 @@ class Engine:
         name = plan, kind, whole, leaves
         if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
             del self._sizes[next(iter(self._sizes))]
-        sizes = self._sizes.setdefault(name, WindowSizes(plan.slots, self._programs.fewest))
+        sizes = self._sizes.setdefault(name, {})
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         programs, place, vocabulary, drafts = self._programs, place_of(trees), self.config.vocab_size, None
         caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
@@ -384,6 +385,10 @@ def completion_of(sequence: Sequence, finish: Finish) -> Completion:
     return Completion(sequence.number, sequence.answer, ids, log_probs, model_log_probs, most_likely, finish)
 
 
+SizesByKind = dict[tuple[Features, int], WindowSizes]
+"""Programs of windows, by what their answers use and the drafts of their steps."""
+
+
 class _Window(NamedTuple):
     """A window under way."""
 
@@ -421,7 +426,7 @@ class DecodeBatch:
         slots: EngineSlots,
         plan: CachePlan,
         kind: ProgramKind,
-        sizes: WindowSizes,
+        sizes: SizesByKind,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
         pace: DraftPace,
@@ -447,8 +452,6 @@ class DecodeBatch:
         self._under_way, self._vocabulary = deque[_Window](), vocabulary
         self._received: float | None = None
         """When the results of a window came whose successor was under way."""
-        self._others = dict[tuple[Features, int], WindowSizes]()
-        """Windows in which some answer uses more than most do, or with other drafts."""
         _OPEN.add(self)
 
     @property
@@ -496,11 +499,10 @@ class DecodeBatch:
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.
         """
-        all_sizes = [self._sizes, *self._others.values()]
-        for sizes in all_sizes:
+        for sizes in self._sizes.values():
             sizes.give_up()
         jax.block_until_ready([window.sampled for window in self._under_way])
-        for sizes in all_sizes if self._whole else ():
+        for sizes in self._sizes.values() if self._whole else ():
             sizes.wait()
 
     def advance(self, resting: Collection[Sequence] = ()) -> Iterator[NewTokens]:
@@ -517,7 +519,7 @@ class DecodeBatch:
 
     def widest(self, count: int, *, as_fast: bool) -> int:
         """Return to how many answers a window is best filled up; arguments as of `WindowSizes.widest`."""
-        return self._sizes.widest(count, as_fast=as_fast)
+        return self._sizes_of(self._kind.features, self._pace.usual).widest(count, as_fast=as_fast)
 
     def _dispatch(self, work: SchedulerOutput) -> "_Window":
         """Start the prefill and the window; return it with its results to come."""
@@ -586,10 +588,10 @@ class DecodeBatch:
         return features, drafts, self._sizes_of(features, drafts), whole
 
     def _sizes_of(self, features: Features, drafts: int) -> WindowSizes:
-        """Return the programs of windows of some features."""
-        if (features, drafts) == (self._kind.features, self._pace.usual):
-            return self._sizes
-        return self._others.setdefault((features, drafts), WindowSizes(self._plan.slots, self._programs.fewest))
+        """Return the programs of windows of some features; those of the last answers' drafts are for few."""
+        grows = drafts != self._pace.usual and self._pace.waits
+        made = partial(WindowSizes, self._plan.slots, self._programs.fewest, grows=grows)
+        return self._sizes.get((features, drafts)) or self._sizes.setdefault((features, drafts), made())
 
     def _options(self, features: Features, drafts: int) -> dict[str, Any]:
         """Return the static arguments of windows."""

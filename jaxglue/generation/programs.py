@@ -42,8 +42,9 @@ from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.cross_entropy import cap_logits, trained_log_probs
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
-from jaxglue.ops.projection.ordered import FEWEST_ROWS, ordered_products
+from jaxglue.ops.projection.ordered import ordered_products
 from jaxglue.ops.recurrence import KeysAndStates, Replayed
+from jaxglue.ops.row_sums import FEWEST_ROWS
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.zeros import zeros_on
 from jaxglue.vision.rows import Images, Patches, token_positions
@@ -473,7 +474,7 @@ class EnginePrograms:
         """Return the sequences after their next tokens, and the sample."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        hidden, matrix, softcap = norm(x[0]), extended_matrix(output), self._softcap
+        hidden, matrix, softcap = norm(x[0], exact=self.exact), extended_matrix(output), self._softcap
         read = with_low_rank(output, hidden, window.ranks)
         products = self._multiply_head(read, matrix)
         logits, positions = cap_logits(products, softcap), sequences.positions + 1

@@ -1,21 +1,24 @@
 """Loaded models that answer in one pass: parts packed behind one copy of their beginning, and what they give."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.batch import Reads
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.files import Row
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.questions import Question
-from jaxglue.data.read_rows import UnitEncoder, UnitText
+from jaxglue.data.read_rows import UnitEncoder, UnitText, share_beginnings
 from jaxglue.data.reads import ReadDataset, select_reads
 from jaxglue.data.rerank_rows import RerankEncoder
 from jaxglue.data.store import Encoded, TokenStore
@@ -34,8 +37,10 @@ from jaxglue.objectives.decide import gold_outputs
 from jaxglue.objectives.reading import PartOutputs, ReadObjective, part_outputs
 from jaxglue.ops.segments import segment_bucket
 
-_SHORTEST_ROW, _LONGEST_ROW = 256, 16_384
-"""Tokens of a row in which texts are packed, unless one of them is longer."""
+_SHORTEST_ROW, _LONGEST_ROW, _LONGEST_ON_CPU = 256, 16_384, 2048
+"""Tokens of a row of texts, unless one is longer; on a CPU attention's work is their square."""
+_UNIT_TOKENS, _PART_TOKENS = 128, 64
+"""Tokens of units and parts, on average at least, whose rows have the same programs, whatever they hold."""
 
 
 def find_record(config: AssistantConfig) -> dict[str, Any]:
@@ -95,6 +100,8 @@ class PartReader:
         self._executor = Executor(
             model.graphdefs, model.config, policy=PRESETS["full"], dtype=model.dtype, objective=self.objective
         )
+        self.row = _LONGEST_ON_CPU if jax.default_backend() == "cpu" else _LONGEST_ROW
+        """Tokens of a full row."""
         self._turn = threading.Lock()
 
     @property
@@ -131,24 +138,33 @@ class PartReader:
         Raises:
             ValueError: values that are not finite.
         """
-        dataset, row = self._dataset(encoded)
-        plan = plan_packing(dataset.lengths, seq_len=row)
-        segments, found = segment_bucket(plan.max_segments), []
+        return self.begin(encoded)()
+
+    def begin(self, encoded: Encoded) -> Callable[[], PartOutputs]:
+        """Begin to read on the device; the function returned waits for the end of `read`.
+
+        Units of the same beginning, such as questions of several requests about one state, have one copy of it.
+        """
+        shared, order = share_beginnings(encoded, self.row)
+        dataset, row = self._dataset(shared)
+        plan, found = plan_packing(dataset.lengths, seq_len=row), []
         for index in range(plan.rows):
-            batch = dataset.build_batch(plan, np.array([index]), plan.documents, seq_len=row, max_segments=segments)
+            units = plan.row(index)
+            tokens = min(row, _row_bucket(int(dataset.lengths[units].sum())))
+            shape: dict[str, Any] = {
+                "seq_len": tokens,
+                "max_segments": segment_bucket(max(len(units), tokens // _UNIT_TOKENS)),
+            }
+            batch = dataset.build_batch(plan, np.array([index]), plan.documents, **shape)
             outputs = self._executor.read(self.model.trainable, self.model.frozen, jax.device_put(batch))
             assert batch.reads is not None
             found.append((batch.reads, outputs))
-        joined = part_outputs((reads, np.asarray(outputs)) for reads, outputs in found)
-        if not np.isfinite(joined.outputs).all():
-            raise ValueError("the model's values are not finite (NaN or infinity): check its weights and the adapter")
-        return joined
+        return partial(_collected, found, encoded, order)
 
     def _dataset(self, encoded: Encoded) -> tuple[ReadDataset, int]:
         """Return units in rows of few lengths: as short as holds all, or the longest."""
         lengths = encoded.lengths.astype(np.int64)
-        wanted = max(min(int(lengths.sum()), _LONGEST_ROW), int(lengths.max()), _SHORTEST_ROW)
-        row = 1 << (wanted - 1).bit_length()
+        row = _row_bucket(max(min(int(lengths.sum()), self.row), int(lengths.max())))
         store = TokenStore(
             tokens=encoded.tokens,
             mask=encoded.mask,
@@ -157,7 +173,26 @@ class PartReader:
             info={"digest": "", "max_token": 0},
         )
         selection = select_reads(store, DataConfig(data=("-",), seq_len=row), Source(name="-"), self.task, self._labels)
-        return cast(ReadDataset, selection.dataset), row
+        return replace(cast(ReadDataset, selection.dataset), slot_tokens=_PART_TOKENS), row
+
+
+def _row_bucket(tokens: int) -> int:
+    """Return the length of a row for so many tokens: few lengths are compiled."""
+    return max(1 << (tokens - 1).bit_length(), _SHORTEST_ROW)
+
+
+def _collected(
+    found: Sequence[tuple[Reads, Float[jax.Array, "B A *K"]]], encoded: Encoded, order: Int[np.ndarray, "parts"]
+) -> PartOutputs:
+    """Return the parts of rows once they are read, in the order of the units; ValueError for values not finite."""
+    joined = part_outputs((reads, np.asarray(outputs)) for reads, outputs in found)
+    if not np.isfinite(joined.outputs).all():
+        raise ValueError("the model's values are not finite (NaN or infinity): check its weights and the adapter")
+    counts, places = encoded.columns["parts"].astype(np.int64), np.argsort(order)
+    units = np.repeat(np.arange(len(counts)), counts)
+    parts = np.arange(len(units)) - np.repeat(np.cumsum(counts) - counts, counts)
+    values = {name: value[places] for name, value in joined.values.items()}
+    return PartOutputs(units, parts, joined.outputs[places], values)
 
 
 def _objective(record: Mapping[str, Any]) -> ReadObjective:
@@ -167,15 +202,17 @@ def _objective(record: Mapping[str, Any]) -> ReadObjective:
         "embed": ("pooling", "bidirectional", "query_prompt", "document_prompt", "max_text_length"),
         "rerank": ("rerank_instruction", "max_document_length"),
     }.get(kind, ())
-    name = "rerank_score" if record.get("score") else kind
+    name = {"rerank": "rerank_score", "decide": "decide_head"}[kind] if record.get("score") else kind
     settings = {key: record[key] for key in names if key in record}
     return cast(ReadObjective, ObjectiveConfig(objective=name, **settings).make())
 
 
-def decisions(reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]]) -> list[UnitText]:
-    """Return the units of states with questions; ValueError for questions beyond the labels."""
+def decisions(
+    reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]], *, system: str | None = None
+) -> list[UnitText]:
+    """Return the units of states with questions, behind a system message; ValueError for questions beyond labels."""
     encoder = cast(DecisionEncoder, reader.encoder)
-    return [encoder.asked(state, questions) for state, questions in states]
+    return [encoder.asked(state, questions, system=system) for state, questions in states]
 
 
 def probabilities(

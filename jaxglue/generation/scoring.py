@@ -19,7 +19,7 @@ from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.engine import require_known
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
-from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.ops.segments import pack_forks, pack_segments, segment_bucket
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
@@ -28,10 +28,11 @@ _TOP = 20
 
 
 class ContinuationScorer:
-    """Scores continuations of contexts with an assistant's model."""
+    """Scores continuations of contexts with an assistant's model; where that is exact, whatever shares their row."""
 
     def __init__(self, assistant: Assistant):
-        self._executor = Executor(assistant.graphdefs, assistant.config, policy=PRESETS["full"], dtype=assistant.dtype)
+        self._tile = assistant.tile
+        self._executor = _executor(assistant.graphdefs, assistant.config, assistant.dtype, self._tile)
         self._trees = assistant.adapter, assistant.frozen
         self._vocabulary = assistant.config.vocab_size
         self.limit = assistant.config.max_position_embeddings
@@ -49,13 +50,14 @@ class ContinuationScorer:
         for number, tokens in enumerate(whole, 1):
             require_known(tokens, self._vocabulary, f"text {number}")
         lengths = np.array([len(tokens) - 1 for tokens in whole], np.int64)
+        rooms = _rooms(lengths, self._tile)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         if not len(lengths):
             return found
-        plan, row, slots = plan_rows(lengths)
+        plan, row, slots = plan_rows(rooms)
         for index in range(plan.rows):
             losses, hits = self._score_row(plan, index, whole, row, slots)
-            ends = np.cumsum(lengths[plan.row(index)])
+            ends = np.cumsum(rooms[plan.row(index)]) - (rooms - lengths)[plan.row(index)]
             for document, end in zip(plan.row(index), ends, strict=True):
                 own = slice(end - len(pairs[document][1]), end)
                 found[document] = -float(np.sum(losses[own], dtype=np.float64)), bool(hits[own].all())
@@ -63,21 +65,38 @@ class ContinuationScorer:
 
     def _score_row(self, plan: PackPlan, index: int, texts: list[Tokens], row: int, slots: int):
         """Return the losses and hits of a row's tokens."""
-        batch, filled = _row_of([texts[document] for document in plan.row(index)], row, slots)
+        batch, places = _row_of([texts[document] for document in plan.row(index)], row, slots, self._tile)
         losses, best = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
-        require_finite(losses[0, :filled])
+        require_finite(losses[0, places])
         return losses[0], best[0] == batch.targets[0]
 
 
-def _row_of(texts: Sequence[Tokens], row: int, slots: int) -> tuple[Batch, int]:
-    """Return a batch of one row with the texts' tokens, each but the last with the next as target, and their number."""
-    segments = pack_segments([[len(tokens) - 1 for tokens in texts]], seq_len=row, max_segments=slots)
+def _executor(graphdefs: ModelGraphDefs, config: DecoderConfig, dtype: Any, tile: int | None) -> Executor:
+    return Executor(graphdefs, config, policy=PRESETS["full"], dtype=dtype, exact=tile is not None)
+
+
+def _rooms(lengths: Int[np.ndarray, " N"], tile: int | None) -> Int[np.ndarray, " N"]:
+    """Return the tokens of a row that texts of these lengths take, each from a multiple of a tile on."""
+    return lengths if tile is None else -(-lengths // tile) * tile
+
+
+def _row_of(
+    texts: Sequence[Tokens], row: int, slots: int, tile: int | None
+) -> tuple[Batch, Int[np.ndarray, " filled"]]:
+    """Return a batch of one row with the texts' tokens, each but the last with the next as target, and their places."""
+    lengths = np.array([len(tokens) - 1 for tokens in texts], np.int64)
+    rooms = _rooms(lengths, tile)
+    if tile is None:
+        segments = pack_segments([lengths.tolist()], seq_len=row, max_segments=slots)
+    else:
+        segments = pack_forks([[(int(n),) for n in lengths]], seq_len=row, max_segments=slots, tile=tile)
+    begins = np.cumsum(rooms) - rooms
+    places = np.concatenate([begin + np.arange(n) for begin, n in zip(begins, lengths, strict=True)])
     arrays = np.zeros((2, 1, row), np.int32)
-    filled = sum(len(tokens) - 1 for tokens in texts)
-    arrays[0, 0, :filled] = np.concatenate([tokens[:-1] for tokens in texts])
-    arrays[1, 0, :filled] = np.concatenate([tokens[1:] for tokens in texts])
+    arrays[0, 0, places] = np.concatenate([tokens[:-1] for tokens in texts])
+    arrays[1, 0, places] = np.concatenate([tokens[1:] for tokens in texts])
     fields: dict[str, Any] = {"tokens": arrays[0], "targets": arrays[1]}
-    return Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments), filled
+    return Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments), places
 
 
 class PromptScores(NamedTuple):
@@ -104,10 +123,13 @@ class PromptScorer:
         config: the model's shape.
         frozen: its frozen parameters.
         dtype: of activations.
+        tile: tokens at whose multiples texts begin, so that scores do not depend on what shares a row; None for any.
     """
 
-    def __init__(self, graphdefs: ModelGraphDefs, config: DecoderConfig, frozen: Params, dtype: Any):
-        self._executor = Executor(graphdefs, config, policy=PRESETS["full"], dtype=dtype)
+    def __init__(
+        self, graphdefs: ModelGraphDefs, config: DecoderConfig, frozen: Params, dtype: Any, tile: int | None = None
+    ):
+        self._executor, self._tile = _executor(graphdefs, config, dtype, tile), tile
         self._frozen, self._vocabulary = frozen, config.vocab_size
 
     def score(
@@ -133,12 +155,13 @@ class PromptScorer:
         longer = [index for index, tokens in enumerate(texts) if len(tokens) > 1]
         if not longer:
             return scores
-        plan, row, slots = plan_rows(np.array([len(texts[index]) - 1 for index in longer], np.int64))
+        lengths = np.array([len(texts[index]) - 1 for index in longer], np.int64)
+        plan, row, slots = plan_rows(_rooms(lengths, self._tile))
         for members in map(plan.row, range(plan.rows)):
             indices = [longer[member] for member in members]
-            batch, filled = _row_of([texts[index] for index in indices], row, slots)
+            batch, places = _row_of([texts[index] for index in indices], row, slots, self._tile)
             parts = self._executor.likely_tokens(trainable, self._frozen, jax.device_put(batch), count)
-            log_probs, ids, likely = (np.asarray(part)[:filled] for part in parts)
+            log_probs, ids, likely = (np.asarray(part)[places] for part in parts)
             require_finite(log_probs)
             ends = np.cumsum([len(texts[index]) - 1 for index in indices])[:-1]
             columns = (np.split(part, ends) for part in (log_probs, ids[:, :top], likely[:, :top]))

@@ -29,10 +29,13 @@ class WindowSizes:
     Args:
         slots: of the cache.
         least: sequences of a window, some of which may be nobody's.
+        grows: programs are for as many as there were at a time so far, in place of all slots.
     """
 
-    def __init__(self, slots: int, least: int = 1):
+    def __init__(self, slots: int, least: int = 1, *, grows: bool = False):
         self._slots, self._least, self._ready = max(slots, least), least, dict[int, Any]()
+        self._most = 0 if grows else self._slots
+        """Sequences of the largest program."""
         self._asked, self._under_way = False, list[Future]()
         self._times = dict[int, tuple[float, float]]()
         """Seconds of a window of each size, and when they were known."""
@@ -67,7 +70,7 @@ class WindowSizes:
 
     def _for(self, count: int) -> list[int]:
         """Return the sizes for so many answers, the smallest first: those that are compiled, and the slots."""
-        return [size for size in sorted({*self._ready, self._slots}) if size >= count]
+        return [size for size in sorted({*self._ready, self._most}) if size >= count]
 
     def _time(self, size: int) -> float | None:
         seconds, when = self._times.get(size, (None, 0.0))
@@ -76,30 +79,35 @@ class WindowSizes:
     def take(self, count: int, whole: bool) -> tuple[int, Any]:
         """Return the smallest size for `count` answers that is compiled, and its program.
 
-        Without any, return None as the program, and all slots if those of a window are `whole`; windows by layers,
-        which compile fast, are for a fourth of the slots, of that, …
+        Without any, return None as the program, and the largest size if those of a window are `whole`; windows by
+        layers, which compile fast, are for a fourth of the slots, of that, …
         """
         if ready := [size for size in list(self._ready) if size >= count]:
             return min(ready), self._ready[min(ready)]
-        size = self._slots
+        if count > self._most:
+            self._most = min(size for size in (*_fewer(self._slots), self._slots) if size >= count)
+            self._asked = False
+        size = self._most if whole else self._slots
         while not whole and size // 4 >= max(count, self._least):
             size //= 4
         return size, None
 
     def put(self, run: Any) -> None:
-        """Add the program for all slots."""
-        self._ready.setdefault(self._slots, run)
+        """Add the largest program."""
+        self._ready.setdefault(self._most, run)
 
     def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
         """Let threads compile the sizes that are missing, once."""
         if self._asked:
             return
-        sizes = _fewer(self._slots) if self._slots in self._ready else [self._slots]
+        sizes = [self._most]
+        if self._most in self._ready:
+            sizes = [size for size in _fewer(self._slots) if size < self._most and size not in self._ready]
         self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
         self._asked = True
 
     def first_under_way(self) -> Future | None:
-        """Return the compilation for all slots, or the first of fewer; None if it is over."""
+        """Return the compilation of the largest program, or the first of smaller ones; None if it is over."""
         return next((future for future in self._under_way[:1] if not future.done()), None)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """Models loaded from Hugging Face folders, or initialized with random weights."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import SCORE
-from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config
+from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config, untie_files
 from jaxglue.hf.experts import expand
 from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
@@ -50,6 +51,7 @@ def load_model(
     dtypes: Mapping[str, Any] | None = None,
     labels: int = 0,
     seed: int = 0,
+    score_tokens: Sequence[int] | None = None,
     mapped: Callable[[str], bool] = lambda name: False,
     untied: bool = False,
     vision: TowerConfig | None = None,
@@ -68,6 +70,7 @@ def load_model(
         dtypes: other dtypes of some parameters, by name.
         labels: scores of a reward model or classifier; a folder without a score gets a random one. 0 for others.
         seed: of that.
+        score_tokens: tokens whose rows of the output projection such a score has in place of random ones.
         mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
         untied: also give a tied folder's embedding to an output projection of its own.
         vision: shape of the vision tower, which is loaded with the text model; None leaves it in the files.
@@ -97,10 +100,21 @@ def load_model(
         if not config.scores:
             return load_tensors(folder, specs, put, mapped=mapped, progress=progress)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
-        drawn = _draw(missing, put, config, jax.random.key(seed))
+        if missing and score_tokens is not None:
+            drawn = {SCORE: put(SCORE, _token_rows(folder, config, score_tokens, missing[SCORE].dtype))}
+        else:
+            drawn = _draw(missing, put, config, jax.random.key(seed))
         return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped, progress=progress) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
+
+
+def _token_rows(folder: str | Path, config: DecoderConfig, tokens: Sequence[int], dtype: Any) -> jax.Array:
+    """Return rows of a folder's output projection, whose products are logits."""
+    files = open_checkpoint(folder)
+    untie_files(folder, files)
+    rows = files.read(HEAD)[np.asarray(tokens)].astype(np.float32)
+    return jnp.asarray(rows / config.scales.logit_divisor, dtype)
 
 
 def check_weights(folder: str | Path, config: DecoderConfig) -> None:

@@ -1,7 +1,7 @@
 """Decisions: probabilities of typed questions' options, read from label tokens where their answers begin."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Reads
 from jaxglue.data.decide_rows import DecisionEncoder
-from jaxglue.data.questions import TYPES, Labels
+from jaxglue.data.questions import CHOICE, MOST_LEVELS, SCORE, TYPES, YES_NO, Labels
 from jaxglue.data.reads import ReadDataset, ReadTask, Slots
 from jaxglue.objectives import calibration
-from jaxglue.objectives.reading import PartOutputs, PartValues, ReadObjective
-from jaxglue.objectives.reading_config import DecideSettings
+from jaxglue.objectives.objective import ObjectiveConfig
+from jaxglue.objectives.reading import READS_EXCLUDE, PartOutputs, PartValues, ReadObjective
+from jaxglue.objectives.reading_config import DecideHeadSettings, DecideSettings
+from jaxglue.objectives.scores import SCORES_EXCLUDE
 from jaxglue.ops.segments import segment_bucket
 
 _NO = -1e30
 """Logit of options that a question does not have; finite, so that gradients are."""
 _SCORE = TYPES.index("score")
-_VERSION = 1
+_HEAD_OPTIONS = 64
+"""Options of a choice for which a head has rows."""
+_USUAL_OPTIONS = 16
+"""Options of questions up to which batches of few shapes are alike."""
+_VERSION = 2
 """Increment when questions read otherwise, to tokenize anew."""
 
 
@@ -31,14 +37,17 @@ _VERSION = 1
 class DecideTask(ReadTask):
     """Questions about a state, read where their answers begin."""
 
+    rows: int | None = None
+    """Options of choices for which a head has rows; None reads tokens."""
+
     def encoder(self, tokenizer: PreTrainedTokenizerBase, system: str) -> DecisionEncoder:
         """Return the tokenizer of states and questions."""
-        return DecisionEncoder(tokenizer, system=system)
+        return DecisionEncoder(tokenizer, system=system, rows=self.rows)
 
     @property
     def encoding(self) -> str:
         """Return the version of questions' texts."""
-        return f"decisions {_VERSION}"
+        return f"decisions {_VERSION} {self.rows}"
 
     def labels(self, tokenizer: PreTrainedTokenizerBase, system: str) -> Labels:
         """Return the tokens that answer questions."""
@@ -48,7 +57,8 @@ class DecideTask(ReadTask):
         """Return label tokens, the option that each stands for, gold probabilities, and types."""
         assert dataset.labels is not None
         table, labels, most = dataset.table, dataset.labels, dataset.most_options
-        width, options = labels.width(most), segment_bucket(most)
+        least = _USUAL_OPTIONS if dataset.slot_tokens else 1
+        width, options = labels.width(most), segment_bucket(max(most, least))
         owners = np.full((*parts.parts.shape, width), -1, np.int32)
         gold, kinds = np.zeros((*parts.parts.shape, options), np.float32), np.zeros(parts.parts.shape, np.int32)
         for at in zip(*np.nonzero(parts.parts >= 0), strict=True):
@@ -77,7 +87,7 @@ def option_logits(logits: Float[Array, "B A L"], owners: Int[Array, "B A L"], op
 class Decisions(ReadObjective):
     """Cross-entropies of gold probabilities of options, with proper scores beside them; a mean over questions."""
 
-    Settings = DecideSettings
+    Settings: ClassVar[type[ObjectiveConfig]] = DecideSettings
     kind = "decide"
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - with adapters the public trainers'
 
@@ -93,25 +103,41 @@ class Decisions(ReadObjective):
     @property
     def title(self) -> str:
         """Return the objective's name with what is beside the cross-entropy."""
-        weights = ("label_smoothing", "brier_weight", "rps_weight", "ordinal_weight")
-        beside = [f"{name.replace('_', ' ')} {value:g}" for name in weights if (value := getattr(self.config, name))]
+        weights = ("label_smoothing", "brier_weight", "rps_weight", "ordinal_weight", "vocabulary_weight")
+        beside = [f"{name.replace('_', ' ')} {value:g}" for name in weights if (value := getattr(self.config, name, 0))]
         order = ["options permuted"] if self.config.permute_options else []
         return ", ".join(["decisions from label tokens", *beside, *order])
 
-    def sums_of(self, outputs: Float[Array, "B A C"], reads: Reads) -> Float[Array, " sums"]:
+    def part_sums(self, values: PartValues, reads: Reads) -> Float[Array, " sums"]:
+        """Return the sums of `__call__`; the whole vocabulary is read only where it has a weight."""
+        return self.sums_of(self._read(values, reads, has_mass=self.config.vocabulary_weight > 0), reads)
+
+    def sums_of(self, outputs: Float[Array, "B A K"], reads: Reads) -> Float[Array, " sums"]:
         """Return [Σ loss, Σ accuracy, Σ Brier score] over questions."""
-        log_p, gold = log_softmax(outputs), reads.values["gold"]
+        gold = reads.values["gold"]
+        log_p = log_softmax(outputs[..., : gold.shape[-1]])
         p = jnp.exp(log_p)
         brier = ((p - gold) ** 2).sum(-1)
         chosen = jnp.argmax(log_p, axis=-1, keepdims=True)
         right = jnp.take_along_axis(gold, chosen, axis=-1)[..., 0] >= gold.max(-1) - 1e-6
         losses = self._losses(log_p, p, gold, brier, reads)
+        if weight := getattr(self.config, "vocabulary_weight", 0.0):
+            losses -= weight * outputs[..., -1]
         return jnp.stack([jnp.sum(reads.used * each) for each in (losses, *map(stop_gradient, (right * 1.0, brier)))])
 
-    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C"]:
-        """Return the logits of each question's options."""
-        logits = values.read_logits(reads.values["tokens"])
-        return option_logits(logits, reads.values["owners"], reads.values["gold"].shape[-1])
+    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C+1"]:
+        """Return the logits of each question's options, and the log of these labels' share of all probability."""
+        return self._read(values, reads, has_mass=True)
+
+    def _read(self, values: PartValues, reads: Reads, *, has_mass: bool) -> Float[Array, "B A K"]:
+        tokens = reads.values["tokens"]
+        logits = values.read_logits(tokens)
+        found = option_logits(logits, reads.values["owners"], reads.values["gold"].shape[-1])
+        if not has_mass:
+            return found
+        every = logits[..., 0] - values.read_log_probs(tokens[:, 0])
+        mass = jnp.where(reads.used > 0, logsumexp(found, axis=-1) - every, 0)
+        return jnp.concatenate([found, mass[..., None]], axis=-1)
 
     def _losses(
         self,
@@ -145,6 +171,7 @@ class Decisions(ReadObjective):
         logits, gold, kinds = gold_outputs(found)
         log_p = calibration.log_softmax(logits)
         values = calibration.measures(log_p, gold)
+        values["label_mass"] = float(label_masses(found).mean())
         for kind, name in enumerate(TYPES):
             if (own := kinds == kind).any() and not own.all():
                 values |= {f"{key}/{name}": value for key, value in calibration.measures(log_p[own], gold[own]).items()}
@@ -193,10 +220,58 @@ class Decisions(ReadObjective):
         }
 
 
+class HeadDecisions(Decisions):
+    """The same by a head with a row for each option in place of the output projection; it begins with labels' rows."""
+
+    Settings = DecideHeadSettings
+    trains_scores = True
+    excludes = (*READS_EXCLUDE, *(each for each in SCORES_EXCLUDE if each not in READS_EXCLUDE))
+
+    def task(self, *, shared_prompt: bool, copies: bool = False) -> DecideTask:
+        """Return the treatment of rows of questions."""
+        return replace(super().task(shared_prompt=shared_prompt, copies=copies), rows=_HEAD_OPTIONS)
+
+    @property
+    def labels(self) -> int:
+        """Return the rows of the head: of yes and no, levels, and options."""
+        return 2 + MOST_LEVELS + _HEAD_OPTIONS
+
+    @property
+    def title(self) -> str:
+        """Return the objective's name with what is beside the cross-entropy."""
+        return super().title.replace("from label tokens", "from a head of their own")
+
+    def score_tokens(self, tokenizer: PreTrainedTokenizerBase, system: str) -> list[int]:
+        """Return the token that answers by each row, of several the first."""
+        encoder = self.task(shared_prompt=True).encoder(tokenizer, system)
+        kinds = ((kind, len(encoder.labels.groups[kind])) for kind in (YES_NO, SCORE, CHOICE))
+        found = [group[0] for kind, count in kinds for group in encoder.tokens.groups[kind][:count]]
+        return found + found[-1:] * (self.labels - len(found))
+
+    def record(self) -> dict[str, Any]:
+        """Return that a head answers."""
+        return {"score": True}
+
+    def part_sums(self, values: PartValues, reads: Reads) -> Float[Array, " sums"]:
+        """Return the sums of `__call__`."""
+        return self.sums_of(self._read(values, reads, has_mass=False), reads)
+
+    def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A C+1"]:
+        """Return the logits of each question's options, and 0: all probability is theirs."""
+        found = self._read(values, reads, has_mass=False)
+        return jnp.concatenate([found, jnp.zeros_like(found[..., :1])], axis=-1)
+
+
 def gold_outputs(found: PartOutputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return logits [N, C], −∞ where a question has no option, gold [N, C] and types [N], in float64."""
-    logits, gold = found.outputs.astype(np.float64), found.values["gold"].astype(np.float64)
+    gold = found.values["gold"].astype(np.float64)
+    logits = found.outputs[:, : gold.shape[-1]].astype(np.float64)
     return np.where(logits > _NO / 2, logits, -np.inf), gold, found.values["kinds"]
+
+
+def label_masses(found: PartOutputs) -> np.ndarray:
+    """Return the share of the whole vocabulary's probability that each question's labels have, [N]."""
+    return np.exp(found.outputs[:, -1].astype(np.float64))
 
 
 def _has_option(reads: Reads) -> Bool[Array, "B A C"]:

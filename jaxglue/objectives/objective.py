@@ -10,6 +10,7 @@ from jaxglue.settings.config import Alias, Choices, Excludes, KindSettings, Requ
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+    from transformers import PreTrainedTokenizerBase
 
     from jaxglue.data.batch import Batch
     from jaxglue.data.reads import ReadTask
@@ -27,6 +28,7 @@ OBJECTIVES = Registry["type[Objective]"](
         "reward": "jaxglue.objectives.reward:BradleyTerry",
         "classify": "jaxglue.objectives.classify:Classification",
         "decide": "jaxglue.objectives.decide:Decisions",
+        "decide_head": "jaxglue.objectives.decide:HeadDecisions",
         "embed": "jaxglue.objectives.embed:Embeddings",
         "rerank": "jaxglue.objectives.rerank:Reranker",
         "rerank_score": "jaxglue.objectives.rerank:ScoreReranker",
@@ -51,6 +53,7 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
         name: f"jaxglue.objectives.{where}"
         for where, names in {
             "reading_config:DecideSettings": ("decide",),
+            "reading_config:DecideHeadSettings": ("decide_head",),
             "reading_config:EmbedSettings": ("embed",),
             "reading_config:RerankSettings": ("rerank", "rerank_score"),
             "objective:ObjectiveConfig": ("sft",),
@@ -82,8 +85,8 @@ class ObjectiveConfig(KindSettings):
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
-    or classify, the labels of documents; or decide, typed questions about a state; embed,
-    texts as vectors; rerank, documents to a query, by yes and no at the head, or rerank_score, by a score;
+    or classify, the labels of documents; or decide, typed questions about a state, or decide_head, by a small head;
+    embed, texts as vectors; rerank, documents to a query, by yes and no at the head, or rerank_score, by a score;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),
     BNPO, GSPO (2507.18071), CISPO (2506.13585), SAPO (2511.20347), LUSPO (2602.05261), VESPO,
     RLOO (2402.14740); or distill, the divergence from a teacher on the
@@ -252,6 +255,10 @@ class Objective:
     def labels(self) -> int:
         """Return the scores of a token, where these are trained."""
         return 1
+
+    def score_tokens(self, tokenizer: "PreTrainedTokenizerBase", system: str) -> "list[int] | None":
+        """Return the tokens whose rows of the output projection new scores begin with; None for random ones."""
+        return None
 
     @property
     def beta(self) -> float:

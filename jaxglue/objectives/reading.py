@@ -39,6 +39,9 @@ class PartValues(Protocol):
     def read_logits(self, tokens: Int[Array, "B L"]) -> Float[Array, "B A L"]:
         """Return the logits of some tokens at each part's end."""
 
+    def read_log_probs(self, tokens: Int[Array, "B"]) -> Float[Array, "B A"]:
+        """Return the log-probability of a token at each part's end, among all tokens; 0 of unused slots."""
+
     @property
     def read_scores(self) -> Float[Array, "B A"]:
         """Return each part's score under a reward model."""

@@ -9,8 +9,8 @@ from jaxglue.settings.config import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecideSettings(ObjectiveConfig):
-    """Decisions."""
+class DecideHeadSettings(ObjectiveConfig):
+    """Decisions by a head of their own."""
 
     label_smoothing: Smoothing = 0.0
     """Share of the gold probabilities that is spread over all options of a question."""
@@ -22,6 +22,15 @@ class DecideSettings(ObjectiveConfig):
     """Weight of the expected distance between a score's level and the gold one, in shares of its range."""
     permute_options: bool = False
     """Show the options of choices in another order each time in training; evaluation says what their order changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecideSettings(DecideHeadSettings):
+    """Decisions by label tokens."""
+
+    vocabulary_weight: NonNegativeFloat = 0.0
+    """Weight of −log of the labels' share of the whole vocabulary's probability, so that a model which also writes
+    text answers with labels; with 1 the loss is the cross-entropy over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

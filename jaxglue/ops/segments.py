@@ -307,8 +307,8 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
     ]
     (B, T), needed = segments.segment_ids.shape, max(sum(map(len, line)) for line in lines)
     C = next(int(T * width) for width in _WIDTHS if T * width >= needed)
-    places_of: list[list[list[int]]] = [[[] for _ in range(T)] for _ in range(B)]
     rows, starts, ends = np.full((B, C), T), np.full((B, C), C), np.zeros((B, C), np.int64)
+    counts = np.zeros((B, T), np.int64)
     for b, line in enumerate(lines):
         begin = 0
         for tokens in line:
@@ -316,13 +316,12 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
             rows[b, columns], starts[b, columns], ends[b, columns] = tokens, begin, columns.stop
             begin = columns.stop
         ends[b, begin:] = begin
-        for column, token in enumerate(rows[b, :begin]):
-            places_of[b][token].append(column)
-    K = segment_bucket(max((len(places) for line in places_of for places in line), default=1))
-    places = np.full((B, K, T), C)
-    for b, tokens_places in enumerate(places_of):
-        for token, where in enumerate(tokens_places):
-            places[b, : len(where), token] = where
+        counts[b] = np.bincount(rows[b, :begin], minlength=T)
+    places = np.full((B, segment_bucket(max(int(counts.max()), 1)), T), C)
+    for b in range(B):
+        columns = np.argsort(rows[b], kind="stable")[: counts[b].sum()]  # T, of columns without a token, comes last
+        tokens = rows[b, columns]
+        places[b, np.arange(len(columns)) - (np.cumsum(counts[b]) - counts[b])[tokens], tokens] = columns
     fields = {"rows": rows, "starts": starts, "ends": ends, "places": places}
     return replace(segments, copies=ForkCopies(**{name: x.astype(np.int32) for name, x in fields.items()}))  # type: ignore[arg-type]
 

@@ -33,15 +33,19 @@ def _feed_forward(config: DecoderConfig, layer: int) -> int:
     return around + routed + matrices * D * moe.shared_size
 
 
-def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:
+def training_flops_per_token(
+    config: DecoderConfig, *, visible_keys: float, weight_gradients: bool, has_logits: bool = True
+) -> float:
     """Return a token's FLOPs of forward and backward, without recomputation (Chowdhery et al. 2022, appendix B).
 
     Args:
         config: the model's shape.
         visible_keys: mean number of keys that a query attends to (see `mean_visible_keys`).
         weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
+        has_logits: every token meets the output projection; else few do, which are not counted.
     """
-    weights = (6 if weight_gradients else 4) * matmul_parameters(config)
+    projection = 0 if has_logits else config.hidden_size * (config.labels if config.scores else config.vocab_size)
+    weights = (6 if weight_gradients else 4) * (matmul_parameters(config) - projection)
     scored = (layer for layer, kind in enumerate(config.layer_kinds) if kind.mixer.attends)
     widths = sum((config.layer_kinds[layer].head_dim + config.attended(layer)[1]) / 2 for layer in scored)
     return weights + 12 * config.num_attention_heads * widths * visible_keys

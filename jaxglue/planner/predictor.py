@@ -189,7 +189,19 @@ class Predictor:
         """Predict the time of an optimizer step."""
         updates = self._updates(size)
         seconds = self._micro_batch(setting, size, updates=updates).seconds(self.gpu.dispatch)
+        if self.workload.objective.two_passes:
+            seconds += self._first_pass_seconds(setting)
         return seconds if updates else self.workload.gradient_accumulation_steps * seconds + self.update_seconds
+
+    def _first_pass_seconds(self, setting: Setting) -> float:
+        """Predict the time of a micro-batch's pass that keeps nothing, before the one with gradients."""
+        streamed = self._arriving(setting.streamed, setting.mapped)
+        layers = [
+            Work(cost.forward.seconds, weights=size / self._link)
+            for cost, size in zip(setting.costs, streamed, strict=True)
+        ]
+        ahead = weights_prefetch_depth(setting.depth)
+        return simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
 
     def _updates(self, size: int) -> bool:
         """Return whether a program of `size` layers is a step's only one."""

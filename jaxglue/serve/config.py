@@ -176,10 +176,8 @@ class EvaluateConfig(AssistantConfig):
         object.__setattr__(self, "tasks", names)
         if bool(names) == bool(self.data):
             raise ValueError("name tasks with --tasks, or files of rows with --data")
-        if self.exact:
-            raise ValueError(
-                "--exact is for answers alone, and tasks have log-likelihoods of packed rows: leave it out"
-            )
+        if self.exact and self.data:
+            raise ValueError("--exact is for tasks, and parts of rows are read together: leave out --data, or --exact")
         if self.diagram and not self.data:
             raise ValueError("--diagram: it is of decisions in files of rows: give --data")
         if self.sampling != SamplingConfig():

@@ -80,7 +80,7 @@ class Host:
     @cached_property
     def _scorer(self) -> PromptScorer:
         model = self.assistant
-        return PromptScorer(model.graphdefs, model.config, model.frozen, model.dtype)
+        return PromptScorer(model.graphdefs, model.config, model.frozen, model.dtype, model.tile)
 
     @cached_property
     def _scoring(self) -> ThreadPoolExecutor:

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxglue.data.questions import make_question
 from jaxglue.data.read_rows import COLUMNS, UnitText
 from jaxglue.data.store import Encoded
-from jaxglue.generation.reading import LoadedModel, PartReader
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
 from jaxglue.objectives.reading import PartOutputs
 from jaxglue.serve.service import EndedError, FullError
 
-_TOKENS = 2**17
-"""Tokens that are read together; a request beyond is read alone."""
+_ROWS = 4
+"""Rows of tokens that are read together; a request beyond is read alone."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class ReadService:
     Args:
         readers: by what they are for.
         most: requests in the service at a time.
+        alone: read each request by itself, so that its bits depend on nobody else's.
     """
 
-    def __init__(self, readers: dict[str, PartReader], *, most: int):
+    def __init__(self, readers: dict[str, PartReader], *, most: int, alone: bool = False):
         self.readers, self._most = readers, most
+        self._alone = alone
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
         self.length = min(reader.limit for reader in readers.values())
@@ -93,41 +96,72 @@ class ReadService:
         self._thread.join()
 
     def _serve(self) -> None:
-        while (jobs := self._take()) is not None:
-            try:
-                self._run(jobs)
-            except Exception as error:  # of the model or the device: nothing more can be answered
-                self.failure = f"the service has ended: {error}"
-                while not self._jobs.empty():
-                    self._left.append(self._jobs.get())
-                for job in (*jobs, *filter(None, self._left)):
-                    job.done(EndedError(self.failure))
-                raise
+        """Begin to read a batch before the one ahead of it is done, so that the device does not wait for the host."""
+        ahead: _Batch | None = None
+        jobs: list[_Job] = []
+        try:
+            while (jobs := self._take(waits=ahead is None)) or ahead is not None:
+                begun = _Batch(jobs, jobs[0].reader.begin(joined([job.encoded for job in jobs]))) if jobs else None
+                if ahead is not None:
+                    ahead.finish()
+                ahead = begun
+        except Exception as error:  # of the model or the device: nothing more can be answered
+            self.failure = f"the service has ended: {error}"
+            while not self._jobs.empty():
+                self._left.append(self._jobs.get())
+            for job in (*(ahead.jobs if ahead else ()), *jobs, *filter(None, self._left)):
+                job.done(EndedError(self.failure))
+            raise
 
-    def _take(self) -> list[_Job] | None:
-        """Wait for a job, and take those behind it of the same reader, with as many tokens as are read together."""
+    def _take(self, *, waits: bool) -> list[_Job]:
+        """Return the next job and those behind it of the same reader, as many as fit into the rows read together.
+
+        Args:
+            waits: for a job, where there is none; else none are returned, as at the service's end.
+        """
+        if not self._left and not waits and self._jobs.empty():
+            return []
         first = self._left.pop() if self._left else self._jobs.get()
         if first is None:
-            return None
-        jobs, tokens = [first], len(first.encoded.tokens)
-        while tokens < _TOKENS and not self._jobs.empty():
+            self._left.append(None)
+            return []
+        jobs, rooms = [first], [first.reader.row] * _ROWS
+        fits = _fill(rooms, first)
+        while fits and not self._alone and not self._jobs.empty():
             job = self._jobs.get()
-            if job is None or job.reader is not first.reader or tokens + len(job.encoded.tokens) > _TOKENS:
+            if job is None or job.reader is not first.reader or not _fill(rooms, job):
                 self._left.append(job)
                 break
             jobs.append(job)
-            tokens += len(job.encoded.tokens)
         return jobs
 
-    def _run(self, jobs: Sequence[_Job]) -> None:
-        found = jobs[0].reader.read(joined([job.encoded for job in jobs]))
-        first = 0
-        for job in jobs:
+
+@dataclass(eq=False)
+class _Batch:
+    """Jobs that are read together."""
+
+    jobs: Sequence[_Job]
+    wait: Callable[[], PartOutputs]
+
+    def finish(self) -> None:
+        """Wait for the device, and give each job its parts."""
+        found, first = self.wait(), 0
+        for job in self.jobs:
             own = (found.units >= first) & (found.units < first + len(job.encoded.lengths))
             first += len(job.encoded.lengths)
             values = {name: value[own] for name, value in found.values.items()}
             part = PartOutputs(found.units[own], found.parts[own], found.outputs[own], values)
             job.done(Read(part, len(job.encoded.tokens)))
+
+
+def _fill(rooms: list[int], job: _Job) -> bool:
+    """Put a job's units into rows, and tell whether all have room."""
+    for length in job.encoded.lengths.tolist():
+        row = next((index for index, room in enumerate(rooms) if room >= length), None)
+        if row is None:
+            return False
+        rooms[row] -= length
+    return True
 
 
 def _settle(result: "asyncio.Future[Read]", value: Read | Exception) -> None:
@@ -148,7 +182,24 @@ def joined(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(tokens, mask, lengths, columns)
 
 
-def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) -> ReadService | None:
+def warm_up(reader: PartReader) -> None:
+    """Compile the programs of rows of all lengths that requests are packed into, by reading such rows."""
+    words = "a " * 200
+    unit = {
+        "decide": lambda: decisions(reader, [(words, {"a": make_question("noul", "Is it?", None)})])[0],
+        "embed": lambda: texts(reader, [words])[0],
+        "rerank": lambda: judged(reader, words, ["a"]),
+    }[reader.kind]()
+    one = reader.encode([unit])
+    size, row = len(one.tokens), reader.row
+    while row >= size:
+        reader.read(joined([one] * (row // size)))
+        row //= 2
+
+
+def make_readers(
+    model: LoadedModel, record: Mapping[str, Any], *, most: int, alone: bool = False
+) -> ReadService | None:
     """Return the thread that reads a model in the ways that its record names, or that any model of text serves.
 
     One that was not trained to answer in one pass decides, and judges documents, as it is; None where its tokenizer has
@@ -161,4 +212,4 @@ def make_readers(model: LoadedModel, record: Mapping[str, Any], *, most: int) ->
         except ValueError:
             if record:
                 raise
-    return ReadService(readers, most=most) if readers else None
+    return ReadService(readers, most=most, alone=alone) if readers else None

@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (rf"\.(qkv|gate_up)_proj\.weight{_ARRAY}$",                     P("fsdp")),
     (rf"\.(o|down)_proj\.weight{_ARRAY}$",                          P("fsdp", "tensor")),
     (rf"\.((q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa)\.weight{_ARRAY}$", P("fsdp")),
-    (rf"\.(in_proj(_qkv|_z)?|out_proj)\.weight{_ARRAY}$",           P("fsdp")),
+    (rf"\.(in_proj(_qkv|_z)?|out_proj|g_proj)\.weight{_ARRAY}$",           P("fsdp")),
     (rf"\.(input|output)_linear\.weight{_ARRAY}$",                  P("fsdp")),
     (rf"\.w[123]\.weight{_ARRAY}$",                                P("fsdp")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),

@@ -275,4 +275,7 @@ class Run(Setup):
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
         keys = mean_visible_keys(self.data.train.document_lengths)
-        return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=self.lora is None)
+        trains = self.lora is None
+        return training_flops_per_token(
+            self.model, visible_keys=keys, weight_gradients=trains, has_logits=not self.objective.reads
+        )

@@ -52,6 +52,7 @@ def build_parameters(run: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelG
             fp8_experts=base.fp8_experts,
             labels=run.model.labels if run.model.scores else 0,
             seed=base.seed,
+            score_tokens=run.objective.score_tokens(run.tokenizer, run.recorded.data.system),
             untied=not run.model.tie_word_embeddings,
             vision=run.model.vision,
             progress=DataProgress() if jax.process_index() == 0 else None,

@@ -2,17 +2,21 @@
 
 import json
 
+import pytest
+from selection import repeat
 
-def test_rows_name_the_cost_of_adapters(tmp_path, monkeypatch):
+
+@pytest.mark.parametrize("formats", [["mxfp4"], repeat(["bf16", "mxfp4", "fp8", "nf4", "int8"])])
+def test_rows_name_the_cost_of_adapters(formats, tmp_path, monkeypatch):
     import experts_few_rows
 
     file = tmp_path / "rows.json"
     monkeypatch.setattr(experts_few_rows, "read_rate", lambda: 1e12)
     flags = ["--layers", "tiny", "--tokens", "3", "--rank", "4", "--wide", "--json", str(file)]
-    monkeypatch.setattr("sys.argv", ["experts_few_rows.py", *flags])
+    monkeypatch.setattr("sys.argv", ["experts_few_rows.py", *flags, "--formats", *formats])
     experts_few_rows.main()
     rows = json.loads(file.read_text())["results"]["rows"]
     shown = [row for row in rows if row["tiles"] == "in use"]
-    assert [row["format"] for row in shown[::2]] == ["bf16", "mxfp4", "fp8", "nf4", "int8"]
+    assert [row["format"] for row in shown[::2]] == formats
     assert all(float(row["error"]) < 0.02 for row in rows)
     assert all(row["adapters"].endswith("%") and row["rank"] == 4 for row in shown[1::2])

@@ -36,7 +36,7 @@ def test_all_phases_end(tmp_path, monkeypatch, flags):
     import rl_step
 
     file = tmp_path / "step.json"
-    monkeypatch.setattr("sys.argv", ["rl_step.py", *TINY, "--halves", "1", *flags, "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["rl_step.py", *TINY, *flags, "--json", str(file)])
     rl_step.main()
     (results,) = json.loads(file.read_text())["results"]
     sampled = {"sampling", "packing", "comparison", "pass of 4 rows", "step"}

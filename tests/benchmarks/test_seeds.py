@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from selection import repeat, thorough
 
 from jaxglue.ops.moe import ExpertAdapter, ExpertLora, moe_mlp, route
 from jaxglue.ops.segments import pack_segments
@@ -24,7 +25,7 @@ def operands(transpose: bool):
     return normal(M, D), logits, adapters, [normal(*shape) for shape in shapes], biases, normal(M, D)
 
 
-@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("transpose", [True, repeat(False)])
 def test_the_loop_over_experts_equals_grouped_matmuls(transpose):
     from expert_loop import looped_mlp
 
@@ -36,10 +37,13 @@ def test_the_loop_over_experts_equals_grouped_matmuls(transpose):
         options = {"gate_up_bias": biases[0], "down_bias": biases[1], "transpose_rhs": transpose, "lora": lora}
         return function(x, route(logits, K, normalize=True), *matrices, **options)
 
+    def gradients(function, *inputs):
+        out, pull = jax.vjp(lambda *values: apply(function, *values), *inputs[:-1])
+        return out, *pull(inputs[-1])
+
     both = []
     for function in (looped_mlp, moe_mlp):
-        out, pull = jax.vjp(lambda *values, f=function: apply(f, *values), x, logits, adapters)
-        both.append((out, *pull(dout)))
+        both.append(jax.jit(gradients, static_argnums=0)(function, x, logits, adapters, dout))
     jax.tree.map(lambda ours, wanted: np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=2e-5), *both)
     counts = np.asarray(route(logits, K, normalize=True).group_sizes)
     assert counts[-1] == 0 and counts[0] > M // 2  # of an expert without tokens, and one with several tiles
@@ -81,6 +85,7 @@ def test_a_variant_of_another_loss_is_marked():
     assert rows["all three"]["same loss"] == "no" and "two buffers" not in rows
 
 
+@thorough("benchmarks/test_seeds.py")
 @pytest.mark.long
 def test_a_step_has_the_same_loss_with_all_three_and_without(monkeypatch):
     import seeds

@@ -77,10 +77,12 @@ def test_a_row_is_a_state_and_a_prompt_for_each_question(encoder):
         texts.append(decode(tokens[prefix : prefix + size]))
         prefix += size
     assert decode(tokens[: int(encoded.columns["prefix"][0])]).endswith("user\nIt is red.\n\n")
-    assert "Which?\nA: red\nB: blue — as the sky\nAnswer with the letter of one option." in texts[0]
-    assert "How many?\n0: none\n1: some\n2: all\nAnswer with the number" in texts[1]
+    wanted = "Question: Which?\nA: red\nB: blue - as the sky\nAnswer with the letter of one option only.<|im_end|>"
+    assert texts[0].startswith(wanted)
+    levels = "0: none\n1: some\n2: all\nAnswer with the number of one level only."
+    assert texts[1].startswith(f"Question: How many?\n{levels}")
     yes, no = encoder.labels.names["noul"]
-    assert f"Is it?\n{yes}: it is\nAnswer {yes} or {no}." in texts[2]
+    assert texts[2].startswith(f"Question: Is it?\n{yes}: it is\nAnswer with {yes} or {no} only.")
     assert encoded.mask.sum() == 3 and encoded.mask[-1] == 1
     assert encoded.columns["gold"].tolist() == [1, 0, 0, 0, 1, 0, 1]
 

@@ -13,6 +13,7 @@ from jaxglue.generation.draft_rule import DraftChoice, DraftRule, StepBytes
 from jaxglue.generation.drafts import Drafting, DraftPrograms, LoadedHead, accepted, why_no_drafts, words_of
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.inputs import ProgramKind
+from jaxglue.generation.programs import EnginePrograms
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.draft import frequent_tokens, read_draft_tokens, write_draft_tokens
 from jaxglue.models.draft import build_draft
@@ -96,19 +97,19 @@ def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
 
-def test_drafts_among_frequent_words_change_no_answer(tiny_model):
+@pytest.mark.parametrize("words", [[2], repeat([0, 1, 2, 3, 4, 5])])
+def test_drafts_among_frequent_words_change_no_answer(words, tiny_model):
     model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
     expected = answers(Engine(*model, dtype=jnp.float32), trees, requests(), slots=3)
-    counts = dict[tuple[int, ...], int]()
-    for words in ([0, 1, 2, 3, 4, 5], [2]):
-        weights = {"draft": drafted[1]["draft"], "draft_words": words_of(model[0], trees, words)}
-        loaded = LoadedHead(Drafting(head, 2), weights)
-        engine = Engine(*model, dtype=jnp.float32, drafting=loaded.drafting)
-        check_equal(answers(engine, loaded.beside(trees), requests(), slots=3), expected)
-        counts[tuple(words)] = engine.drafts.accepted
-    whole = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
-    answers(whole, drafted, requests(), slots=3)
-    assert whole.drafts.accepted == counts[0, 1, 2, 3, 4, 5] != counts[(2,)] > 0
+    weights = {"draft": drafted[1]["draft"], "draft_words": words_of(model[0], trees, words)}
+    loaded = LoadedHead(Drafting(head, 2), weights)
+    engine = Engine(*model, dtype=jnp.float32, drafting=loaded.drafting)
+    check_equal(answers(engine, loaded.beside(trees), requests(), slots=3), expected)
+    assert 0 < engine.drafts.accepted < engine.drafts.made
+    if len(words) == model[1].vocab_size:
+        whole = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
+        answers(whole, drafted, requests(), slots=3)
+        assert whole.drafts.accepted == engine.drafts.accepted
 
 
 def test_frequent_words_are_those_of_the_texts_and_then_the_first(monkeypatch, tmp_path):
@@ -125,19 +126,38 @@ class Alternating(DraftRule):
     """A rule that has its own way."""
 
     def choose(self, *_):
-        self.turn = (getattr(self, "turn", -1) + 1) % 4
-        return DraftChoice((2, 0, 1, 3)[self.turn], "by turns")
+        self.turn = (getattr(self, "turn", -1) + 1) % 2
+        return DraftChoice((2, 0)[self.turn], "by turns")
 
 
-@pytest.mark.parametrize("family", [HYBRID, repeat(EXPERTS), repeat(MAMBA)])
+@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID), repeat(MAMBA)])
 def test_the_number_of_drafts_may_change_with_each_window(family, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
     asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests()]
     expected = answers(Engine(*model, dtype=jnp.float32), trees, asked, slots=3)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3, auto=True))
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2, auto=True))
     check_equal(answers(engine, drafted, asked, slots=3), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
+
+
+def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
+    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    sampling, sizes = SamplingConfig(max_tokens=70), list[tuple[int, int]]()
+    asked = [Request([1, 2, 3], replace(sampling, max_tokens=length)) for length in (40, *[70] * 3)]
+    compile_window = EnginePrograms.compile_window
+
+    def noted(self, *arguments, size, **options):
+        sizes.append((size, options["drafts"]))
+        return compile_window(self, *arguments, size=size, **options)
+
+    monkeypatch.setattr(EnginePrograms, "compile_window", noted)
+    monkeypatch.setattr("jaxglue.generation.window_sizes._SMALLEST_SIZE", 2)
+    monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3, auto=True))
+    for _ in range(2):
+        answers(engine, drafted, asked, whole=True)
+    assert sizes and len(set(sizes)) == len(sizes)
 
 
 @dataclass
@@ -228,8 +248,8 @@ def test_drafts_follow_acceptance_and_streams():
 
     assert settled(0.9, 1).drafts == 3 > settled(0.3, 1).drafts
     assert settled(0.05, 1).drafts == 0 and "none" in settled(0.05, 1).reason
-    by_streams = [settled(0.7, streams).drafts for streams in (1, 64, 512, 4096)]
-    assert by_streams == sorted(by_streams, reverse=True) and by_streams[-1] == 0
+    by_streams = [settled(0.7, streams).drafts for streams in (1, 64, 256, 4096)]
+    assert by_streams == sorted(by_streams, reverse=True) and by_streams[1] > by_streams[2] == 0
 
 
 def test_times_of_windows_stand_for_their_bytes():
@@ -251,7 +271,7 @@ def test_drafts_are_tried_again_after_a_text_on_which_they_failed():
     assert 20 < windows < 500
 
 
-@pytest.mark.parametrize("family", [HYBRID, repeat(EXPERTS)])
+@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
 def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model)
     asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0))]

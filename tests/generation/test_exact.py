@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.engine.executor import Executor
@@ -57,22 +57,82 @@ def trained_log_probs(graphdefs, config, trees, groups, dtype, tile, *, exact=Tr
     return unpack(packed, [np.asarray(executor.log_probs(*trees, batch)) for batch, _ in packed])
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 24},
+    "glm4_moe": {
+        **{**EXPERTS, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+        "first_k_dense_replace": 1,
+    },
+    "mistral": {"sliding_window": 24},
+}
+"""Fields of models with experts, chosen by softmaxes and by sigmoids, and with windows."""
+LATENT = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": None},
+    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "dtype", "lora"),
-    [("qwen3", jnp.bfloat16, True), repeat("llama", jnp.bfloat16, False), repeat("qwen2", jnp.bfloat16, True)],
+    ("model_type", "lora"),
+    [
+        ("qwen3", True),
+        ("gpt_oss", True),
+        repeat("glm4_moe", True),
+        repeat("llama", False),
+        repeat("qwen2", True),
+        repeat("qwen3_moe", True),
+        repeat("qwen3_moe", False),
+        repeat("mistral", True),
+    ],
 )
-def test_log_probabilities_are_those_of_training_to_the_bit(tiny_model, model_type, dtype, lora):
-    model = tiny_model(model_type, dtype=dtype, **SIZES)
+def test_log_probabilities_are_those_of_training_to_the_bit(tiny_model, model_type, lora):
+    model = tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {}))
     model = adapted(model) if lora else model
+    assert obstacle(model.config, jnp.bfloat16) is None
+    assert_exact(model, jnp.bfloat16)
+
+
+def assert_exact(model, dtype, **options):
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
-    assert obstacle(model.config, dtype) is None
     tile = key_tile(model.config.layer_kinds[0].head_dim)
-    engine = Engine(graphdefs, model.config, dtype=dtype, exact=True)
-    groups = sample(engine, trees, PROMPTS, 3, 40)
+    groups = sample(Engine(graphdefs, model.config, dtype=dtype, exact=True), trees, PROMPTS, 3, 40, **options)
     trained = trained_log_probs(graphdefs, model.config, trees, groups, dtype, tile)
     sampled = [answer.log_probs for group in groups for answer in group.answers]
     for own, other in zip(sampled, trained, strict=True):
         np.testing.assert_array_equal(own, other)
+
+
+@repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")
+def test_each_token_has_the_experts_of_training(tiny_model, monkeypatch):
+    """Tokens are told by the bits of their logits, none of which may be new in training but those of padding."""
+    from jaxglue.models import moe_layers
+
+    model = adapted(tiny_model("gpt_oss", dtype=jnp.bfloat16, **SIZES | FAMILIES["gpt_oss"]))
+    chosen = dict[str, dict[bytes, bytes]](sampling={}, training={})
+    now, route = chosen["sampling"], moe_layers.route
+
+    def note(logits, expert_ids):
+        now.update({row.tobytes(): ids.tobytes() for row, ids in zip(logits, expert_ids, strict=True)})
+
+    def watched(logits, *arguments, **options):
+        routing = route(logits, *arguments, **options)
+        jax.debug.callback(lambda *rows: note(*map(np.asarray, rows)), logits, routing.expert_ids)
+        return routing
+
+    monkeypatch.setattr(moe_layers, "route", watched)
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    groups = sample(Engine(graphdefs, model.config, exact=True), trees, PROMPTS[:2], 2, 24)
+    jax.effects_barrier()
+    now = chosen["training"]
+    trained_log_probs(graphdefs, model.config, trees, groups, jnp.bfloat16, key_tile(32))
+    jax.effects_barrier()
+    both = chosen["sampling"].keys() & chosen["training"].keys()
+    layers, tokens = len(graphdefs.layers), sum(group.length for group in groups)
+    assert len(both) >= layers * (tokens - 2)  # both answers to a prompt begin with its last token
+    assert all(chosen["sampling"][key] == chosen["training"][key] for key in both)
 
 
 def test_sampling_that_is_near_has_other_bits(tiny_model):
@@ -102,8 +162,9 @@ def answers_of(groups):
     return [(answer.tokens.tolist(), answer.log_probs.tolist()) for group in groups for answer in group.answers]
 
 
-def test_an_answer_has_the_same_bits_in_any_company(tiny_model):
-    model = adapted(tiny_model("qwen3", dtype=jnp.bfloat16, **SIZES))
+@pytest.mark.parametrize("model_type", ["qwen3", repeat("gpt_oss")])
+def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
+    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {})))
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine = Engine(graphdefs, model.config, exact=True)
     together = answers_of(sample(engine, trees, PROMPTS, 2, 12))
@@ -112,9 +173,10 @@ def test_an_answer_has_the_same_bits_in_any_company(tiny_model):
     assert answers_of(sample(engine, trees, PROMPTS, 2, 12, plan=plan, whole=True)) == together
 
 
-def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model):
+@pytest.mark.parametrize("model_type", ["llama", repeat("gpt_oss")])
+def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model, model_type):
     """Their tokens are then computed again as a part of a row, where others were decoded one by one."""
-    model = adapted(tiny_model("llama", dtype=jnp.bfloat16, **SIZES))
+    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {})))
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine = Engine(graphdefs, model.config, exact=True)
     prompts = [PROMPTS[0], [9, 8, 7]]
@@ -128,11 +190,8 @@ def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-            "experts",
-        ),
-        ({"model_type": "mistral", "sliding_window": 5}, "windows"),
+        ({"model_type": "deepseek_v3", **LATENT}, "latent attention"),
+        ({"model_type": "lfm2", "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}, "layers of"),
     ],
 )
 def test_models_whose_sums_have_other_orders_are_refused(tiny_model, changes, reason):

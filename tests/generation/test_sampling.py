@@ -106,12 +106,13 @@ def test_a_row_keeps_the_same_tokens_whatever_others_use():
     top_k = np.where(used[0], rng.integers(1, 200, rows), 0).astype(np.int32)
     top_p = np.where(used[1], rng.uniform(0.1, 0.99, rows), 1).astype(np.float32)
     min_p = np.where(used[2], rng.uniform(0.001, 0.3, rows), 0).astype(np.float32)
-    together = np.asarray(_threshold(weights, total, Truncation(*map(jnp.asarray, (top_k, top_p, min_p)))))
+    threshold = jax.jit(_threshold)
+    together = np.asarray(threshold(weights, total, Truncation(*map(jnp.asarray, (top_k, top_p, min_p)))))
     for row in range(rows):
         parts = [
             jnp.asarray(part[row : row + 1]) if used[i, row] else None for i, part in enumerate((top_k, top_p, min_p))
         ]
-        alone = _threshold(weights[row : row + 1], total[row : row + 1], Truncation(*parts))
+        alone = threshold(weights[row : row + 1], total[row : row + 1], Truncation(*parts))
         assert float(alone[0]) == together[row], (used[:, row], row)
     assert (together[~used.any(0)] == 0).all()
 

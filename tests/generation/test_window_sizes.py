@@ -18,6 +18,17 @@ def test_answers_that_are_left_run_in_windows_hardly_larger(slots, sizes):
         assert windows.take(count, True) == (size, "all" if size == slots else str(size))
 
 
+def test_windows_of_few_answers_are_compiled_for_as_many_as_came():
+    windows = WindowSizes(512, grows=True)
+    for count, size, sizes in ((100, 128, {64, 128}), (60, 64, {64, 128}), (130, 192, {64, 128, 192})):
+        assert windows.take(count, True)[0] == size
+        windows.put("as many")
+        windows.compile(ThreadPoolExecutor(1), str)
+        windows.wait()
+        assert {windows.take(least, True)[0] for least in sizes} == sizes
+    assert windows.take(128, True) == (128, "as many") and windows.take(64, True) == (64, "64")
+
+
 def test_windows_are_filled_up_as_their_times_say(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(window_sizes, "monotonic", lambda: now[0])

@@ -18,7 +18,7 @@ TOKENS = 12
 TYPES = (
     *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma4_unified_text", "hunyuan_v1_dense", "lfm2", "lfm2_moe"),
     *("lfm3", "minimax_m2", "muse_glimmer_text", "qwen3_next", "seed_oss"),
-    *("falcon_h1", "granitemoehybrid", "nemotron_h"),
+    *("falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
 )
 
 

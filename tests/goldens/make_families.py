@@ -43,10 +43,24 @@ RENAMED = (
     *((".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),),
 )
 """Parts of parameters' names, and ours, which `Spelling`s give them in files."""
+KDA = "kimi_linear", "bailing_hybrid"
+OF_TYPES = {
+    "olmo_hybrid": (
+        ("layers.0.input_layernorm.", "layers.0.attention_layer_norm."),
+        ("layers.0.post_attention_layernorm.", "layers.0.feedforward_layer_norm."),
+    )
+}
+"""Likewise of some types: OLMo Hybrid's first layer has linear attention here."""
+JOINED = {"olmo_hybrid": "linear_attn.conv1d.weight", **dict.fromkeys(KDA, "self_attn.conv1d.weight")}
+"""Parameters that are three here, of queries, keys and values."""
 STORED = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are drawn."""
 OTHER_TYPES = {"phi3_longrope": "phi3", "gemma4_text_joined": "gemma4_text", "gemma4_text_experts": "gemma4_text"}
-OTHER_TYPES |= {"granitemoehybrid_dense": "granitemoehybrid", "falcon_h1_plain": "falcon_h1"}
+OTHER_TYPES |= {
+    "olmo_hybrid_nope": "olmo_hybrid",
+    "granitemoehybrid_dense": "granitemoehybrid",
+    "falcon_h1_plain": "falcon_h1",
+}
 """Types of goldens that are named otherwise."""
 LATENT = {
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4},
@@ -205,6 +219,28 @@ MODELS = {
         **{"mamba_d_ssm": 32, "key_multiplier": 0.7, "attention_bias": True, "mamba_proj_bias": True},
         **{"mamba_conv_bias": False},
     },
+    "olmo_hybrid": {
+        **{"layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 2, "attention_bias": True},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    },
+    "olmo_hybrid_nope": {
+        **{"layer_types": ["linear_attention", "full_attention"], "linear_allow_neg_eigval": False},
+        **{"linear_key_head_dim": 4, "rope_parameters": None},
+    },
+    "kimi_linear": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+        **{"linear_num_heads": 2, "linear_head_dim": 6, "kv_lora_rank": 12, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4, "num_key_value_heads": 4, "num_experts": 8},
+        **{"num_experts_per_token": 3, "num_shared_experts": 2, "moe_intermediate_size": 12},
+        **{"num_expert_group": 4, "topk_group": 2},
+    },
+    "bailing_hybrid": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+        **{"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 6},
+        **{"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 12},
+        **{"num_expert_group": 4, "topk_group": 2, "rope_theta": 100.0, "first_k_dense_replace": 1, "q_lora_rank": 10},
+    },
     "ministral3": {
         "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3}
     },
@@ -234,15 +270,29 @@ def build(name: str, fields: dict) -> tuple[PreTrainedConfig, torch.nn.Module]:
     with torch.no_grad():
         stored = [item for item in model.named_buffers() if item[0].endswith(STORED)]
         for parameter_name, parameter in [*model.named_parameters(), *stored]:
-            parameter.copy_(torch.from_numpy(drawn(our_name(parameter_name), tuple(parameter.shape))))
+            for own_name, part in ours(parameter_name, parameter, config):
+                part.copy_(torch.from_numpy(drawn(own_name, tuple(part.shape))))
     return config, model
 
 
-def our_name(name: str) -> str:
+def our_name(name: str, model_type: str = "") -> str:
     """Return a parameter's name here."""
-    for theirs, ours in RENAMED:
-        name = name.replace(theirs, ours)
+    for theirs, own in (*RENAMED, *OF_TYPES.get(model_type, ())):
+        name = name.replace(theirs, own)
     return name
+
+
+def ours(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[tuple[str, torch.Tensor]]:
+    """Return the names here of a tensor's parts, and these."""
+    joined, name = JOINED.get(config.model_type), our_name(name, config.model_type)
+    if joined is None or not name.endswith(joined):
+        return [(name, tensor)]
+    of_values = (
+        len(tensor) // 3 if config.model_type in KDA else config.linear_num_value_heads * config.linear_value_head_dim
+    )
+    keys = (len(tensor) - of_values) // 2
+    parts = tensor.split([keys, keys, of_values])
+    return [(name.replace("conv1d", f"{letter}_conv1d"), part) for letter, part in zip("qkv", parts, strict=True)]
 
 
 def make(name: str, fields: dict) -> None:
@@ -251,7 +301,8 @@ def make(name: str, fields: dict) -> None:
     folder = HERE.parent / "parts" if name == "cohere" else HERE
     folder.mkdir(exist_ok=True)
     saved = json.dumps(config.to_dict() | {"architectures": [type(model).__name__]})
-    tensors = {our_name(key): tensor for key, tensor in golden(model, documents(0)).items()}
+    tensors = golden(model, documents(0))
+    tensors = {own_name: part for key, tensor in tensors.items() for own_name, part in ours(key, tensor, config)}
     save_file(probed(tensors), folder / f"{name}.safetensors", metadata={"config": saved})
 
 

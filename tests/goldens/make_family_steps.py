@@ -21,18 +21,20 @@ from make_families import MODELS, build
 from make_models import LENGTHS, documents, logits_and_loss
 from make_peft_adapters import our_name
 from peft import LoraConfig, get_peft_model
+from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
 from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent / "family_steps"
 STEPS, RATE = 10, 1e-2
-RATES = {"qwen3_next": 1e-3}
+RATES = dict.fromkeys(("qwen3_next", "olmo_hybrid_nope", "kimi_linear", "bailing_hybrid"), 1e-3)
 """Of those that at `RATE` part from themselves after a change of 1e-7."""
 LORA = {"r": 2, "lora_alpha": 8}
 LINEARS = r"\w+_proj", "w[123]", r"in_proj_\w+", "shared_expert_gate", "per_layer_input_gate", "per_layer_projection"
+LINEARS += "input_linear", "output_linear", "kv_a_proj_with_mqa"
 TARGETS = rf".*\.layers\.\d+\.(.+\.)?({'|'.join(LINEARS)})"
-EXPERTS = "experts.gate_up_proj", "experts.down_proj"
+EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 
 
 class Matrix(NamedTuple):
@@ -75,9 +77,12 @@ def make(name: str) -> None:
     torch.manual_seed(0)
     # It takes names of a shared expert's projections for those of experts in older files, and doubles their ranks.
     transformers_weight_conversion._convert_peft_config_moe = lambda *_: None
+    # It refuses Mamba-2's out_proj, whose adapter the fused kernel ignores, which is not here.
+    tuners_utils._check_lora_target_modules_mamba = lambda *_: None
     _, model = build(name, MODELS[name])
-    experts = any(path.endswith(EXPERTS) for path, _ in model.named_parameters())
-    config = LoraConfig(**LORA, target_modules=TARGETS, target_parameters=EXPERTS if experts else None)
+    paths = [path for path, _ in model.named_parameters()]
+    experts = [part for part in EXPERTS if any(path.endswith(part) for path in paths)]
+    config = LoraConfig(**LORA, target_modules=TARGETS, target_parameters=experts or None)
     model = get_peft_model(model, config).eval()
     trained = dict(matrices(model))
     with torch.no_grad():

@@ -53,7 +53,8 @@ def decision_units() -> list[dict]:
 def log_probabilities(model, tokens: list[int], kind: int, count: int):
     logits = model(input_ids=torch.tensor([tokens])).logits[0, -1]
     groups = {0: [YES, NO], 1: [[t] for t in LETTERS[:count]], 2: [[t] for t in DIGITS[:count]]}[kind]
-    return functional.log_softmax(torch.stack([torch.logsumexp(logits[group], 0) for group in groups]), -1)
+    own = torch.stack([torch.logsumexp(logits[group], 0) for group in groups])
+    return functional.log_softmax(own, -1), torch.logsumexp(own, 0) - torch.logsumexp(logits, 0)
 
 
 def decision_loss(model, units: list[dict], settings: dict):
@@ -62,7 +63,7 @@ def decision_loss(model, units: list[dict], settings: dict):
         for question in unit["questions"]:
             gold = torch.tensor(question["gold"])
             count, kind = len(gold), question["kind"]
-            log_p = log_probabilities(model, unit["state"] + question["tokens"], kind, count)
+            log_p, log_mass = log_probabilities(model, unit["state"] + question["tokens"], kind, count)
             p, smoothing = log_p.exp(), settings.get("label_smoothing", 0.0)
             loss = -(((1 - smoothing) * gold + smoothing / count) * log_p).sum()
             loss = loss + settings.get("brier_weight", 0.0) * ((p - gold) ** 2).sum()
@@ -71,7 +72,7 @@ def decision_loss(model, units: list[dict], settings: dict):
                 distance = (levels[:, None] - levels).abs() / (count - 1)
                 loss = loss + settings.get("ordinal_weight", 0.0) * (p @ distance @ gold)
                 loss = loss + settings.get("rps_weight", 0.0) * ((p.cumsum(0) - gold.cumsum(0)) ** 2).sum()
-            losses.append(loss)
+            losses.append(loss - settings.get("vocabulary_weight", 0.0) * log_mass)
     return torch.stack(losses).mean()
 
 
@@ -116,6 +117,7 @@ def rerank_loss(model, units: list[dict], settings: dict):
 DECISIONS = {
     "soft": {},
     "smoothed": {"label_smoothing": 0.1},
+    "whole vocabulary": {"vocabulary_weight": 1.0},
     "proper": {"brier_weight": 0.5, "rps_weight": 0.5, "ordinal_weight": 0.3},
 }
 RERANKERS = {name: {"rerank_loss": name} for name in ("pointwise", "pairwise", "listwise")}

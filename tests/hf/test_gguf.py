@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 
 import jax.numpy as jnp
+import jinja2
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from selection import repeat
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxglue.data.decide_rows import DecisionEncoder
+from jaxglue.data.questions import read_questions, read_state
 from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export_check import embed_rows, folder_parts, random_rows
 from jaxglue.hf.gguf import writer
+from jaxglue.hf.gguf.decisions import decision_template
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
@@ -505,3 +509,24 @@ def test_modelfile_names_file_and_stops(make_folder, export, tmp_path):
     assert lines[0] == "FROM ./out-q8_0.gguf"
     assert lines[-1] == 'PARAMETER stop "<|im_end|>"'
     assert lines[1].startswith('TEMPLATE """{{- range .Messages }}')
+
+
+def test_a_template_of_decisions_renders_the_prompt_of_training(make_tokenizer):
+    encoder = DecisionEncoder(make_tokenizer(), system="Decide, it's \\ 'so'.\nBriefly.")
+    template = jinja2.Environment().from_string(decision_template(encoder))
+    state = {"color": ["red", 3]}
+    questions = {
+        "which": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "as the sky"}},
+        "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "some"]},
+        "is": {"type": "noul", "instructions": ""},
+    }
+    for name, question in questions.items():
+        encoded = encoder.encode_units([encoder.asked(read_state(state), read_questions({name: question}))])
+        if question["type"] == "score":
+            options = [{"key": str(i), "description": text} for i, text in enumerate(question["criteria"])]
+        else:
+            given = question.get("criteria") or {"true": None, "false": None}
+            pairs = zip("AB", given.items(), strict=True)
+            options = [{"label": label, "key": key, "description": text} for label, (key, text) in pairs]
+        given = {"state": state, "type": question["type"], "instructions": question["instructions"]}
+        assert template.render(**given, options=options) == encoder.tokenizer.decode(encoded.tokens)

@@ -16,11 +16,14 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
+from jaxglue.data.questions import read_questions, read_state
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.generation.drafts import Drafting
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, probabilities
+from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.draft import load_draft
@@ -31,6 +34,7 @@ from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import MergedTensors, export_adapter
+from jaxglue.hf.reading import read_record, write_record
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
@@ -252,6 +256,10 @@ OTHERS += (
     "gemma4_experts",
     "qwen3_moe",
     "gpt_oss",
+    "granite",
+    "granite_hybrid_dense",
+    "llama_tied",
+    "nemotron_h",
 )
 """Families whose parts in llama.cpp those of the others have, too, or the test of adapters runs."""
 
@@ -371,9 +379,9 @@ def test_texts_are_split_by_llama_cpp_as_by_the_tokenizer(name, make_folder, tmp
 KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
 
 
-def log_probs(folder, prompt):
-    model = load_model(folder, dtype=jnp.float32)
-    return np.asarray(jax.nn.log_softmax(model(jnp.asarray([prompt]))[0, -1]))
+@nnx.jit
+def log_probs(model, tokens):
+    return jax.nn.log_softmax(model(tokens)[0, -1])
 
 
 def differences(folder, file, prompts, **options):
@@ -384,7 +392,8 @@ def differences(folder, file, prompts, **options):
     bias = [[index, -100] for index in (*ENDS, *hidden)]
     answer = ask(model=file, prompts=prompts, tokens=1, probs=5, bias=bias, **options)
     tops = [found["completion_probabilities"][0]["top_logprobs"] for found in answer["prompts"]]
-    ours = [log_probs(folder, prompt) for prompt in prompts]
+    model = load_model(folder, dtype=jnp.float32)
+    ours = [np.asarray(log_probs(model, jnp.asarray([prompt]))) for prompt in prompts]
     return [max(abs(one["logprob"] - p[one["id"]]) for one in top) for top, p in zip(tops, ours, strict=True)]
 
 
@@ -597,19 +606,74 @@ def test_the_loss_of_a_model_served_in_q4_k_m_is_that_of_our_own_reading(family,
     for name, of in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
         tensors[name] = gguf.dequantize(written[of].data, written[of].tensor_type)
     save_tensors(tmp_path / "read", tensors)
-    shutil.copy(folder / "config.json", tmp_path / "read")
+    shutil.copytree(folder, tmp_path / "read", ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    main(["export", "--gguf", "f16", "--base", str(tmp_path / "read"), "--output", str(tmp_path / "expanded")])
     tokenizer, (weights, count) = load_tokenizer(folder), (np.zeros(SIZES["vocab_size"], np.float32), 33)
     hidden = [index for index in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([index])]
     weights[[*ENDS, *hidden, *range(len(tokenizer), len(weights))]] = -100  # the server tells no probabilities of these
     row = np.random.default_rng(0).choice(np.flatnonzero(weights == 0), count).tolist()
     prompts = [row[:end] for end in range(1, len(row))]
     bias = [[int(index), -100] for index in np.flatnonzero(weights)]
-    answer = ask(model=file, prompts=prompts, tokens=1, probs=len(weights), bias=bias)
-    theirs = []
-    for found, target in zip(answer["prompts"], row[1:], strict=True):
-        by_token = {top["id"]: top["logprob"] for top in found["completion_probabilities"][0]["top_logprobs"]}
-        theirs.append(by_token[target])
+
+    def loss(file):
+        """Return the mean log-probability of the row's tokens by llama.cpp."""
+        answer, found = ask(model=file, prompts=prompts, tokens=1, probs=len(weights), bias=bias), list[float]()
+        for of_prompt, target in zip(answer["prompts"], row[1:], strict=True):
+            top = of_prompt["completion_probabilities"][0]["top_logprobs"]
+            found.append({token["id"]: token["logprob"] for token in top}[target])
+        return np.mean(found)
+
     logits = load_model(tmp_path / "read", dtype=jnp.float32)(jnp.asarray([row]))[0, :-1]  # before biases, like theirs
-    ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0]
-    # llama.cpp rounds activations to 8 bits before each product, which random weights' sharp logits show.
-    assert np.mean(theirs) == pytest.approx(float(ours.mean()), rel=5e-3)
+    ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(row[1:])[:, None], 1)[:, 0].mean()
+    assert loss(tmp_path / "expanded/expanded-f16.gguf") == pytest.approx(float(ours), rel=2e-4)
+    # llama.cpp rounds activations to 8 bits before products with K-quants, which random weights' sharp logits show.
+    assert loss(file) == pytest.approx(float(ours), rel=5e-3)
+
+
+@thorough("hf/test_gguf.py")
+def test_decisions_are_answered_with_our_probabilities(make_folder, make_tokenizer, backend, tmp_path):
+    folder = make_folder("qwen3")
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = backend.pre_tokenizer, backend.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words.train_from_iterator(["yes", "Yes", "no", "No", "question", "option", "answer"] * 50, trainer)
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **ends)
+    tokenizer.chat_template = make_tokenizer("plain").chat_template
+    tokenizer.save_pretrained(folder)
+    record = {"temperatures": {"noul": 2.0, "choice": 0.5, "score": 0.25}, "system": "Decide, it's \\ 'so'."}
+    write_record(folder, "decide", record)
+    main(["export", "--gguf", "f16", "--base", str(folder), "--output", str(tmp_path / "gguf")])
+    questions = {
+        "is": {"type": "noul", "instructions": "Is it red?", "criteria": {"true": "as a rose", "false": None}},
+        "which": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "sky", "green": None}},
+        "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "some", "all"]},
+    }
+    states = ["It's red.\n\nIsn't it? ", {"color": ["red", 3], "note": None}]
+    bodies = [{"state": state, "questions": questions} for state in states]
+    found = ask(model=tmp_path / "gguf/gguf-f16.gguf", decisions=bodies)["decisions"]
+    reader = PartReader(LoadedModel.load(AssistantConfig(model=folder)), read_record(folder))
+    asked, model = read_questions(questions), reader.model
+    scorer = PromptScorer(model.graphdefs, model.config, model.frozen, model.dtype)
+
+    for state, answer in zip(states, found, strict=True):
+        read = reader.read(reader.encode(decisions(reader, [(read_state(state), asked)])))
+        _, which, many = probabilities(reader, read, list(asked.values()))
+        answers, tokens = (
+            answer["answers"],
+            reader.encode(decisions(reader, [(read_state(state), {"is": asked["is"]})])),
+        )
+        groups = [
+            [[*tokens.tokens.tolist(), label] for label in group] for group in reader.encoder.labels.groups["noul"]
+        ]
+        likely = [max(each.log_probs[-1] for each in scorer.score(model.trainable, group, None, 0)) for group in groups]
+        yes = 1 / (1 + np.exp((likely[1] - likely[0]) / 2.0))  # llama.cpp takes the likelier spelling of each
+        np.testing.assert_allclose(answers["is"]["noul"], yes, atol=2e-3)
+        np.testing.assert_allclose([*answers["which"]["probabilities"].values()], which, atol=2e-3)
+        np.testing.assert_allclose([*answers["many"]["probabilities"].values()], many, atol=2e-3)
+        assert np.abs(many - 1 / 3).max() > 0.05

@@ -53,7 +53,8 @@ def test_published_nf4_folder_gives_transformers_logits():
     golden = load_file(GOLDENS / "nf4_folder/golden.safetensors")
     model = load_model(GOLDENS / "nf4_folder", dtype=jnp.float32)
     tokens = golden["tokens"]
-    logits = model(jnp.asarray(tokens), pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1]))
+    segments = pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1])
+    logits = nnx.jit(lambda model: model(jnp.asarray(tokens), segments))(model)
     np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4)
 
 
@@ -255,6 +256,11 @@ def test_an_adapter_inside_a_model_folder_is_named(original, tmp_path, caplog):
     ]
 
 
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
 SKIPPED = {0: ("self_attn.q_proj",), 1: ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
 """Linear layers by layer that Unsloth's dynamic quantization might leave in bfloat16."""
 
@@ -281,7 +287,8 @@ def test_modules_that_a_dynamic_folder_skips_keep_their_values(dynamic, original
     assert model.config.first_of_kind == (0, 1)
     values |= {name: dequantize(weight, jnp.float32) for name, weight in found.items()}
     tokens = jnp.arange(16)[None]
-    np.testing.assert_allclose(model(tokens), set_parameters(plain, values)(tokens), rtol=1e-4, atol=1e-4)
+    found, expected = (forward(each, tokens) for each in (model, set_parameters(plain, values)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_merges_into_a_dynamic_folder(dynamic, original, tmp_path):

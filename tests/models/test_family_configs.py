@@ -8,6 +8,8 @@ from operator import attrgetter
 import pytest
 
 from jaxglue.models import config_from_hf
+from jaxglue.models.config import ATTENTION
+from jaxglue.models.olmo_hybrid import SeparateDeltaConfig
 from tests.models.test_family_goldens import FAMILIES, GOLDENS, read_golden
 
 RAW = {
@@ -23,6 +25,7 @@ EXPERTS |= {"shared_expert_intermediate_size": 24}
 KINDS = ["full_attention", "sliding_attention"]
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+OLMO = SeparateDeltaConfig(num_key_heads=4, num_value_heads=4, key_dim=12, value_dim=24, conv_width=4, largest_beta=2.0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
@@ -52,6 +55,11 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("olmo2", {}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 32}),
         ("olmo2", {"rms_norm_eps": None}, {"rms_norm_eps": 1e-5}),
         ("olmo3", {}, {"layer_windows": (4096, 4096, 4096, None, 4096, 4096)}),
+        (
+            "olmo_hybrid",
+            {"num_attention_heads": 4},
+            {"layer_ropes": (None,) * 6, "mixers": (*(OLMO,) * 3, ATTENTION, OLMO, ATTENTION)},
+        ),
         ("smollm3", {}, {"tie_word_embeddings": True, "num_key_value_heads": 4, "layer_windows": (None,) * 6}),
         (
             "smollm3",

@@ -36,6 +36,7 @@ OTHERS += (
     "lfm2",
     "lfm2_moe",
     "minimax_m2",
+    "olmo_hybrid_nope",
     "seed_oss",
 )
 """Families whose parts the others and those of test_parity.py have, too."""

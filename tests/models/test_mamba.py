@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from selection import repeats
 
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.mamba import read_limits
@@ -23,7 +24,7 @@ TYPES = {
 }
 
 
-@pytest.fixture(params=TYPES)
+@pytest.fixture(params=repeats(TYPES, "falcon_h1"))
 def model(tiny_config, request):
     raw = {**tiny_config, **TYPES[request.param], "model_type": request.param, "num_hidden_layers": 2}
     return build_model(config_from_hf({**raw, "initializer_range": 0.3}), dtype=jnp.float32, rngs=nnx.Rngs(0))

@@ -56,6 +56,32 @@ def test_losses_and_gradients_equal_plain_pytorch(model, name, shared):
     require_gradients(flatten_names(gradients), case["gradients"])
 
 
+def test_a_head_of_label_rows_has_the_losses_and_gradients_of_labels(model):
+    single = {kind: tuple(group[:1] for group in groups) for kind, groups in NAMED.items()}
+    labels = Labels(LABELS.names, single)
+    scored = load_model(
+        GOLDENS / "qwen3_tied",
+        dtype=jnp.float32,
+        labels=76,
+        score_tokens=[*labels.tokens, *[0] * (76 - len(labels.tokens))],
+    )
+    head = scored.config, *split_model(scored, nnx.Param)
+    found = []
+    for name, own, whole in (("decide", labels, model), ("decide_head", labels.as_rows(64), head)):
+        settings = ObjectiveConfig(objective=name, brier_weight=0.5, rps_weight=0.5)
+        batches = read_batches(UNITS, settings.task(shared_prompt=True), own)
+        executor = make_executor(whole, settings.make())
+        sums, gradients = executor.loss_and_gradients(*whole[2:], list(batches), float(batches.targets))
+        found.append((sums, flatten_names(gradients)))
+    (sums, of_labels), (own_sums, of_rows) = found
+    np.testing.assert_allclose(own_sums, sums, rtol=1e-6)
+    for name in (name for name in of_labels if name.startswith("model.layers")):
+        np.testing.assert_allclose(of_rows[name], of_labels[name], atol=1e-6)
+    embedding = of_labels["model.embed_tokens.weight"] - of_rows["model.embed_tokens.weight"]  # tied
+    rows = np.array(labels.tokens)
+    np.testing.assert_allclose(of_rows["score.weight"][: len(rows)], embedding[rows], atol=1e-6)
+
+
 def outputs(model, objective, units):
     task, executor = objective.task(shared_prompt=True), make_executor(model, objective)
     batches = read_batches(units, task, LABELS)

@@ -40,6 +40,8 @@ def test_only_attention_reads_all_visible_keys(config):
     assert matmul_parameters(config) == 3 * (qkv + z + b_a + out) + attention + 4 * mlp + head
     few, many = (training_flops_per_token(config, visible_keys=keys, weight_gradients=False) for keys in (0, 1))
     assert many - few == 12 * 4 * 16
+    unread = training_flops_per_token(config, visible_keys=0, weight_gradients=False, has_logits=False)
+    assert few - unread == 4 * head
 
 
 def test_split_rows_exchange_tokens_for_heads_in_linear_layers(config):

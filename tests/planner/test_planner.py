@@ -52,6 +52,14 @@ def test_saving_more_takes_memory_and_saves_time(planner):
     assert full.host_bytes == dots.host_bytes == 0
 
 
+def test_rows_of_embeddings_run_twice(workload, monkeypatch):
+    work = replace(workload, objective=ObjectiveConfig(objective="embed").make(), gradient_accumulation_steps=2)
+    twice = plan(work, "H100", remat="dots").seconds
+    monkeypatch.setattr(type(work.objective), "two_passes", False)
+    once = plan(work, "H100", remat="dots").seconds
+    assert 1.2 < twice / once < 1.5  # a forward pass beside forward and gradients
+
+
 def test_nothing_leaves_a_gpu_whose_memory_is_the_hosts(workload):
     full = Planner(workload, find_gpu("spark")).plan(parse_policy("full")).device_bytes / GIB
     assert plan(workload, "gb200", memory_limit=1.15 * full).host_bytes > 0

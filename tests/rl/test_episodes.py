@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from selection import repeats, thorough
+from selection import repeat, repeats, thorough
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.objectives.advantages import Rewards
@@ -633,14 +633,15 @@ def test_what_is_no_environment_is_refused(games, name, message):
         Judge(RolloutConfig(environment=f"{games}:{name}", reward=("exact",)))
 
 
-def test_episodes_go_on_from_a_journal(play, games, tmp_path, caplog):
+@pytest.mark.parametrize("counts", [(1, 3, 6), repeat((2, 4, 5, 7))])
+def test_episodes_go_on_from_a_journal(play, games, tmp_path, caplog, counts):
     said = [[call("chance") + call("add", number=1), call("chance") + call("add", number=2), "x"]] * 2
     path, run = tmp_path / "rollouts" / "step-0.episodes.jsonl", {"seed": 1}
     with EpisodeFile(path, run) as journal:
         whole, _ = play(f"{games}:Saving", said, journal=journal)
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 2 * 3  # two turns and the end of each
-    for count in range(1, len(lines) + 1):
+    for count in counts:
         path.write_bytes(b"".join(lines[:count]) + b"cut short")
         caplog.clear()
         with EpisodeFile(path, run) as journal, caplog.at_level(logging.WARNING):

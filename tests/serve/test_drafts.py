@@ -25,18 +25,17 @@ from local_client import TestClient
 from jaxglue.serve.server import make_app
 from jaxglue.serve.service import Service
 
-HYBRID = {
-    **{"model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "num_hidden_layers": 2},
-    **{"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16},
+CONFIG = {
+    **{"model_type": "qwen3_5_text", "full_attention_interval": 1, "num_hidden_layers": 2, "head_dim": 16},
     **{"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3},
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, quickstart):
-    """A hybrid of chats with a draft head."""
+    """A model of chats with a draft head."""
     folder = tmp_path_factory.mktemp("drafts") / "model"
-    raw = json.loads((quickstart / "config.json").read_text()) | HYBRID
+    raw = json.loads((quickstart / "config.json").read_text()) | CONFIG
     model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=5)
     save_tensors(folder, flatten_names(split_model(model, nnx.Param)[1]))
     (folder / "config.json").write_text(json.dumps(raw))

@@ -52,7 +52,7 @@ class Asker:
 
 
 def long_request(n=1, **changes):
-    return Request([5, 6], replace(SAMPLED, max_tokens=200), n=n, logit_bias={2: -1e6, 1: -1e6, 0: -1e6}, **changes)
+    return Request([5, 6], replace(SAMPLED, max_tokens=100), n=n, logit_bias={2: -1e6, 1: -1e6, 0: -1e6}, **changes)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
@@ -86,7 +86,7 @@ def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
 @pytest.mark.parametrize("others", [0, 2])
 def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(assistant, others):
     service = Service(assistant, slots=8, length=256, most=8)
-    request, short = long_request(n=6), Request([7, 8], replace(SAMPLED, max_tokens=120))
+    request, short = long_request(n=6), Request([7, 8], replace(SAMPLED, max_tokens=60))
     alone = Asker(service)
     alone.ask("many", request)
     alone.wait(6)

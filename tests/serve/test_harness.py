@@ -63,6 +63,18 @@ def test_packed_scores_equal_single_ones(assistant):
     assert ContinuationScorer(assistant).score([([1], [])]) == [(0.0, True)]
 
 
+def test_exact_scores_do_not_depend_on_what_shares_their_row(folders):
+    config = EvaluateConfig(model=folders[0], adapter=folders[1], tasks=("x",), dtype="bfloat16", exact=True)
+    scorer, rng = ContinuationScorer(Assistant(config)), np.random.default_rng(0)
+    pairs = [
+        (rng.integers(0, 200, size=context).tolist(), rng.integers(0, 200, size=length).tolist())
+        for context, length in [(5, 3), (120, 7)]
+    ]
+    together = scorer.score(pairs)
+    assert [scorer.score(pairs[1:])[0], *scorer.score(pairs[::-1])][::2] == [together[1], together[0]]
+    assert scorer.score([pairs[0]]) == together[:1]
+
+
 def test_greedy_answers_are_recognized(assistant):
     model = HarnessModel(assistant)
     tokens = model.tok_encode("What is 1 plus 2?")

@@ -13,11 +13,13 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
 
+from jaxglue.data.questions import read_questions
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.reading import LoadedModel, PartReader, judged, texts
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
+from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
-from jaxglue.serve.reading import ReadService, make_readers
+from jaxglue.serve.reading import ReadService, make_readers, warm_up
 from jaxglue.serve.server import make_read_app
 
 TEMPERATURES = {"noul": 2.0, "choice": 0.5, "score": 1.0}
@@ -65,6 +67,25 @@ def test_system_one_answers_by_id(client):
     many = answers["many"]
     assert many["legend"] == {"0": "none", "1": "some", "2": "all"}
     assert many["score"] == pytest.approx(many["probabilities"]["1"] + 2 * many["probabilities"]["2"])
+
+
+def test_the_mass_of_labels_and_the_system_message_are_those_of_the_model(client, service):
+    body = {"questions": {"urgent": QUESTIONS["urgent"]}, "instructions": "Be brief."}
+    found = ask(client, **body).json()
+    reader = service.readers["decide"]
+    chat = [{"role": "system", "content": "Be brief."}]
+    labels = reader.encoder.labels
+    words = labels.names["noul"]
+    question = f"Question: Is it urgent?\n{words[0]}: now\nAnswer with {words[0]} or {words[1]} only."
+    chat.append({"role": "user", "content": f"It is red.\n\n{question}"})
+    tokens = reader.model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    scorer = PromptScorer(reader.model.graphdefs, reader.model.config, reader.model.frozen, reader.model.dtype)
+    asked = [[[*tokens, label] for label in group] for group in labels.groups["noul"]]
+    found_of = [scorer.score(reader.model.trainable, texts, None, 0) for texts in asked]
+    yes, no = (sum(np.exp(score.log_probs[-1]) for score in scores) for scores in found_of)
+    assert found["diagnostics"]["urgent"]["label_mass"] == pytest.approx(yes + no, rel=1e-4)
+    p = np.array([yes, no]) ** (1 / TEMPERATURES["noul"])
+    assert found["answers"]["urgent"]["noul"] == pytest.approx(p[0] / p.sum(), rel=1e-4)
 
 
 def test_a_question_alone_and_other_states_beside_it_change_nothing(client, service):
@@ -166,10 +187,81 @@ def test_a_bad_record_is_refused_by_its_file(tmp_path, record, message):
         read_record(None, tmp_path)
 
 
+def test_exact_reads_have_no_company(model, monkeypatch):
+    reader, sizes, begin = PartReader(model, {"kind": "embed", "pooling": "mean"}), [], PartReader.begin
+    monkeypatch.setattr(PartReader, "begin", lambda self, read: sizes.append(len(read.lengths)) or begin(self, read))
+    service = ReadService({"embed": reader}, most=8, alone=True)
+
+    async def ask():
+        wanted = ("It is red.", "It is a long and winding road.", "It is red.")
+        asked = (service.read("embed", lambda reader, text=text: texts(reader, [text])) for text in wanted)
+        return await asyncio.gather(*asked)
+
+    first, _, again = asyncio.run(ask())
+    service.close()
+    assert sizes == [1, 1, 1]
+    np.testing.assert_array_equal(first.found.outputs, again.found.outputs)
+
+
+def test_no_program_is_compiled_for_requests_after_the_warm_up(model):
+    reader = PartReader(model, {"kind": "decide"})
+    reader.row = 512
+    warm_up(reader)
+    compiled = reader._executor.compilations()
+    asked = read_questions(QUESTIONS)
+    states = [(f"state {index} " * 40, dict(list(asked.items())[: 1 + index % 3])) for index in range(5)]
+    for count in (1, 2, 5):
+        reader.read(reader.encode(decisions(reader, states[:count])))
+    assert reader._executor.compilations() == compiled
+
+
+def test_requests_fill_rows_and_others_wait_for_the_next_ones(model, monkeypatch):
+    reader = PartReader(model, {"kind": "decide"})
+    reader.row, asked = 256, read_questions({"a": QUESTIONS["urgent"]})
+    taken, begin = [], PartReader.begin
+
+    def watched(self, encoded):
+        taken.append(len(encoded.lengths))
+        return begin(self, encoded)
+
+    monkeypatch.setattr(PartReader, "begin", watched)
+    service = ReadService({"decide": reader}, most=32)
+
+    async def ask_all():
+        def one(index):
+            return service.read("decide", lambda reader: decisions(reader, [(f"state {index} " * 20, asked)]))
+
+        return await asyncio.gather(*map(one, range(20)))
+
+    found = asyncio.run(ask_all())
+    service.close()
+    assert sum(taken) == 20 and max(taken) <= 4 * (256 // min(answer.tokens for answer in found))
+    alone = [reader.read(reader.encode(decisions(reader, [(f"state {i} " * 20, asked)]))) for i in range(20)]
+    for answer, wanted in zip(found, alone, strict=True):
+        np.testing.assert_allclose(answer.found.outputs, wanted.outputs, atol=1e-4)
+
+
+def test_requests_about_one_state_have_one_copy_of_it(model, monkeypatch):
+    reader = PartReader(model, {"kind": "decide"})
+    asked = list(read_questions(QUESTIONS).items())
+    states = [("the same state " * 20, dict([each])) for each in asked] + [("another", dict(asked[:2]))]
+    states.insert(1, ("the same state " * 20, dict(asked[1:])))
+    read, dataset = [], PartReader._dataset
+    monkeypatch.setattr(PartReader, "_dataset", lambda self, encoded: read.append(encoded) or dataset(self, encoded))
+    together = reader.read(reader.encode(decisions(reader, states)))
+    assert read[0].columns["parts"].tolist() == [5, 2]
+    assert read[0].columns["prefix"].sum() + read[0].columns["size"].sum() == len(read[0].tokens)
+    alone = [reader.read(reader.encode(decisions(reader, [each]))) for each in states]
+    np.testing.assert_array_equal(together.units, np.repeat(range(5), [1, 2, 1, 1, 2]))
+    np.testing.assert_array_equal(together.parts, np.concatenate([each.parts for each in alone]))
+    for found in (lambda each: each.outputs, lambda each: each.values["kinds"]):
+        np.testing.assert_allclose(found(together), np.concatenate([found(each) for each in alone]), atol=1e-4)
+
+
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):
     service = make_readers(model, {}, most=4)
     assert service is not None and set(service.readers) == {"decide", "rerank"}
-    monkeypatch.setattr(PartReader, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(PartReader, "begin", lambda *_: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(ValueError, match="the service has ended: division by zero"):
         asyncio.run(service.read("rerank", lambda reader: [judged(reader, "a", ["b"])]))

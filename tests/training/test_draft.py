@@ -21,9 +21,10 @@ LONG = SamplingConfig(max_tokens=24, temperature=0.8)
 
 @pytest.fixture
 def with_draft(model_folder, request):
-    """Build a TrainConfig as `make_config` for a hybrid whose folder has weights and a drafts' head."""
+    """Build a TrainConfig as `make_config` for a folder with weights and a drafts' head."""
     path = model_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | HYBRID))
+    alike = {"layer_types": ["full_attention"] * 2}  # one type compiles once
+    path.write_text(json.dumps(json.loads(path.read_text()) | HYBRID | alike))
     make = request.getfixturevalue("with_weights")
     return make, add_draft(model_folder)
 
@@ -126,30 +127,41 @@ def test_settings_that_do_not_go_with_a_head_are_refused(changes, message, with_
 EVEN = "def even(completion_ids):\n    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)\n"
 
 
-def test_answers_in_training_are_those_without_drafts(with_draft, write_jsonl, tmp_path, monkeypatch):
-    make, _ = with_draft
+@pytest.fixture
+def answering(with_draft, write_jsonl, tmp_path):
+    """Build a TrainConfig of a run on answers."""
     (tmp_path / "rewards.py").write_text(EVEN)
     rows = [{"question": f"What is {a} plus {b}?"} for a in range(3) for b in range(2)]
     settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 128, "objective": "grpo", "steps": 2}
     settings |= {"reward": (f"{tmp_path / 'rewards.py'}:even",), "num_generations": 4, "generation_batch_size": 8}
     settings |= {"max_completion_length": 24}
+    return lambda drafts: with_draft[0](**settings, drafts=drafts, output=tmp_path / drafts)
+
+
+def test_answers_in_training_are_drafted(answering, tmp_path, monkeypatch):
     engines = list[Engine]()
     monkeypatch.setattr(
         "jaxglue.training.rollout_policy.Engine",
         lambda *args, **options: engines.append(Engine(*args, **options)) or engines[-1],
     )
+    train(answering("2"))
+    shares = losses(tmp_path / "2", "drafts/accepted")
+    assert len(shares) == 2 and all(0 <= share < 1 for share in shares)
+    assert max(losses(tmp_path / "2", "sampling/sampling_logp_difference/mean")) < 1e-5
+    (engine,) = engines
+    assert 0 < engine.drafts.accepted < engine.drafts.made
+
+
+@repeats_parts_of("test_answers_in_training_are_drafted")
+def test_answers_in_training_are_those_without_drafts(answering, tmp_path):
     for drafts in ("off", "2"):
-        train(make(**settings, drafts=drafts, output=tmp_path / drafts))
+        train(answering(drafts))
     first, second = ((tmp_path / run / "rollouts.jsonl").read_text().splitlines() for run in ("off", "2"))
     assert len(first) == 16
     for one, other in zip(map(json.loads, first), map(json.loads, second), strict=True):
         assert one["answer"] == other["answer"]
     np.testing.assert_allclose(losses(tmp_path / "off"), losses(tmp_path / "2"), atol=1e-5)
-    shares = losses(tmp_path / "2", "drafts/accepted")
-    assert (
-        len(shares) == 2 and all(0 <= share < 1 for share in shares) and not losses(tmp_path / "off", "drafts/accepted")
-    )
-    assert engines[0].drafts.made == 0 < engines[1].drafts.accepted < engines[1].drafts.made
+    assert not losses(tmp_path / "off", "drafts/accepted")
 
 
 def test_drafts_of_answers_need_a_head(with_weights, write_jsonl):

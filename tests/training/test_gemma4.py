@@ -60,6 +60,7 @@ def test_training_that_embeddings_of_layers_depend_on_is_refused(make_config, ge
         resolve(make_config(steps=1, **changes))
 
 
+ALIKE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}  # layers of one type compile once
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 
 
@@ -67,7 +68,7 @@ def test_full_fine_tuning_trains_experts_and_routers_and_keeps_the_scalars_of_la
     make_config, gemma4_folder, tmp_path
 ):
     path = gemma4_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS | {"hidden_size_per_layer_input": 0}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS | ALIKE))
     train(make_config(method="full", steps=2))
     stored = load_file(tmp_path / "run/model/model.safetensors")
     np.testing.assert_array_equal(stored["model.layers.1.layer_scalar"], 1)

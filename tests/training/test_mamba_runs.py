@@ -1,4 +1,7 @@
-"""Runs of models with Mamba-2: adapters of all projections, quantized bases, pairs, tiles, weights of all."""
+"""Runs of models with Mamba-2, and of relatives of the gated delta rule.
+
+Adapters of all projections, quantized bases, pairs, tiles, weights of all, answers.
+"""
 
 import json
 
@@ -7,6 +10,7 @@ import pytest
 from selection import repeats, thorough
 
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.training.record import read_metrics
 from jaxglue.training.train import train
 
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16}
@@ -28,6 +32,22 @@ TYPES = {
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128, "intermediate_size": 64, "mlp_multipliers": [0.9, 0.5]},
 }
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+KDA = {
+    **HYBRID,
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "kv_lora_rank": 64, "v_head_dim": 32},
+    **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "num_expert_group": 1, "topk_group": 1, "linear_head_dim": 64},
+    **{"num_key_value_heads": None, "linear_num_heads": 2, "first_k_dense_replace": 1, "intermediate_size": 64},
+}
+DELTA_TYPES = {
+    "olmo_hybrid": {
+        **HYBRID,
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "intermediate_size": 64},
+    },
+    "kimi_linear": KDA,
+    "bailing_hybrid": KDA,
+}
+ALL_TYPES = TYPES | DELTA_TYPES
 ADAPTED = {
     "granitemoehybrid": {"0.mamba.in_proj", "0.mamba.out_proj", "0.block_sparse_moe.experts.down_proj"},
     "nemotron_h": {"0.mixer.in_proj", "0.mixer.out_proj", "1.mixer.experts.up_proj", "1.mixer.fc1_latent_proj"},
@@ -42,12 +62,12 @@ def set_type(model_folder):
     def change(model_type):
         path = model_folder / "config.json"
         sizes = {"model_type": model_type, "hidden_size": 64, "head_dim": 32}  # which NF4's blocks divide
-        path.write_text(json.dumps(json.loads(path.read_text()) | sizes | TYPES[model_type]))
+        path.write_text(json.dumps(json.loads(path.read_text()) | sizes | ALL_TYPES[model_type]))
 
     return change
 
 
-@pytest.mark.parametrize("model_type", repeats(TYPES, "granitemoehybrid", "falcon_h1"))
+@pytest.mark.parametrize("model_type", repeats(TYPES, "granitemoehybrid", "nemotron_h"))
 def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make_config, tmp_path, caplog):
     set_type(model_type)
     config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)
@@ -61,7 +81,7 @@ def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make
 
 
 @pytest.mark.parametrize("settings", [{"quantize": "nf4"}, {"matmul": "fp8"}, {"tile": 48}, {"remat": "full"}], ids=str)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", ALL_TYPES)
 @thorough("training/test_mamba_runs.py")
 def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_config):
     set_type(model_type)
@@ -71,7 +91,7 @@ def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_conf
     assert summary.last_loss < summary.first_loss - 0.05
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", ALL_TYPES)
 @thorough("training/test_mamba_runs.py")
 def test_all_weights_learn(model_type, set_type, make_config):
     set_type(model_type)
@@ -79,7 +99,7 @@ def test_all_weights_learn(model_type, set_type, make_config):
     assert summary.last_loss < summary.first_loss - 0.1
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", ALL_TYPES)
 @thorough("training/test_mamba_runs.py")
 def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl, monkeypatch, tmp_path):
     set_type(model_type)
@@ -90,3 +110,18 @@ def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl
     copied = train(make_config(**pairs, steps=3, output=tmp_path / "copied"))
     assert shared.first_loss == pytest.approx(np.log(2), abs=1e-5)
     assert shared.last_loss == pytest.approx(copied.last_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ALL_TYPES)
+@thorough("training/test_mamba_runs.py")
+def test_answers_are_rewarded_as_training_scores_them(model_type, set_type, make_config, write_jsonl, tmp_path):
+    """Sampling follows states in slots, training those of packed rows behind copies of prompts."""
+    set_type(model_type)
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def even(completion_ids):\n    return float(sum(completion_ids) % 2)\n")
+    rows = [{"question": f"What is {number}?"} for number in range(4)]
+    rollouts = {"objective": "grpo", "reward": (f"{rewards}:even",), "num_generations": 4, "generation_batch_size": 8}
+    rollouts |= {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 128, "max_completion_length": 8}
+    summary = train(make_config(targets=("all-linear",), steps=3, **rollouts))
+    for values in read_metrics(summary.metrics):
+        assert values["sampling/sampling_logp_difference/mean"] < 1e-5

@@ -74,7 +74,7 @@ def test_planner_takes_the_bytes_of_its_state(make_config):
 
 
 @pytest.mark.parametrize(
-    "options", [repeat({}), {"update_in_backward": True, "clip_norm": 0}, repeat({"layers_per_program": 2})]
+    "options", [{}, repeat({"update_in_backward": True, "clip_norm": 0}), repeat({"layers_per_program": 2})]
 )
 def test_registered_optimizer_trains_and_resumes_to_the_bit(make_config, tmp_path, options):
     options |= {"optimizer": "toy", "learning_rate": 1e-3, "steps": 4, "save_every": 2}

@@ -47,6 +47,31 @@ def test_decisions_are_trained_calibrated_and_measured(with_weights, write_jsonl
     found = evaluate(adapter=summary.adapter, data=[held_out])
     assert found["nll/uncalibrated"] == pytest.approx(values["eval_nll"], rel=1e-4)
     assert found["nll"] != found["nll/uncalibrated"]
+    with pytest.raises(ValueError, match="labels of different types of questions are the same tokens"):  # Y and N
+        export(adapter=summary.adapter, fold_temperatures=True, output=tmp_path / "folded")
+    record["temperatures"] = {"noul": 0.5, "choice": 0.5, "score": 2.0}
+    (summary.adapter / "one_pass.json").write_text(json.dumps(record))
+    found = evaluate(adapter=summary.adapter, data=[held_out])
+    folded = export(adapter=summary.adapter, fold_temperatures=True, output=tmp_path / "folded")
+    assert json.loads((folded / "config.json").read_text())["tie_word_embeddings"] is False
+    of_weights = evaluate(model=folded, data=[held_out])
+    assert of_weights["nll"] == of_weights["nll/uncalibrated"] == pytest.approx(found["nll"], rel=2e-3)
+    with pytest.raises(ValueError, match="has no temperatures: train decisions with --eval-data"):
+        export(base=with_weights().model.model, fold_temperatures=True, output=tmp_path / "none")
+
+
+@thorough("objectives/test_decide.py")
+def test_decisions_by_a_head_are_trained_measured_and_merged(with_weights, write_jsonl, tmp_path):
+    data, held_out = write_jsonl(decisions(24)), write_jsonl(decisions(18), "held_out.jsonl")
+    settings = {"objective": "decide_head", "data": (data,), "eval_data": (held_out,), "steps": 3}
+    summary = train(with_weights(**settings, seq_len=256))
+    values = read_metrics(tmp_path / "run")
+    merged = export(adapter=summary.adapter, output=tmp_path / "merged")
+    for model in ({"adapter": summary.adapter}, {"model": merged}):
+        found = evaluate(**model, data=[held_out])
+        assert found["nll/uncalibrated"] == pytest.approx(values["eval_nll"], rel=1e-3)
+    with pytest.raises(ValueError, match="answers by a head of its own"):
+        export(base=merged, fold_temperatures=True, output=tmp_path / "folded")
 
 
 @thorough("objectives/test_embed.py")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxglue
 from jaxglue.api.documents import TokenDocument
@@ -84,7 +85,8 @@ def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tin
     with jaxglue.Session(**settings, batch_size=2) as session:
         student = random_model(session._setup.model, dtype=jnp.float32)  # which the adapter does not change yet
         (batch,) = (step.micro_batches[0] for step in session.batches(pairs))
-        logits = [model(batch.tokens, batch.segments) / temperature for model in (teacher, student)]
+        run = nnx.jit(lambda model: model(batch.tokens, batch.segments) / temperature)
+        logits = [run(model) for model in (teacher, student)]
         p, q = (jax.nn.log_softmax(values) for values in logits)
         mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
         forward, reverse = (jnp.sum(jnp.exp(a) * (a - b), -1) for a, b in ((p, mixture if beta else q), (q, mixture)))
@@ -266,12 +268,17 @@ def test_a_step_without_gradients_is_refused(settings):
 
 def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
     jaxglue.train(data=chat_rows(8), steps=3, output=str(tmp_path / "run"), **settings)
-    tokens = jnp.arange(1, 9)[None]
-    adapted = jaxglue.load_model(adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
-    named = jaxglue.load_model(tmp_path / "run/base", adapter=tmp_path / "run/adapter", dtype=jnp.float32)(tokens)
-    plain = jaxglue.load_model(tmp_path / "run/base", dtype=jnp.float32)(tokens)
     assert jaxglue.export(adapter=tmp_path / "run/adapter", output=tmp_path / "merged") == tmp_path / "merged"
-    merged = jaxglue.load_model(tmp_path / "merged", dtype=jnp.float32)(tokens)
+    logits = nnx.jit(lambda model: model(jnp.arange(1, 9)[None]))
+    adapted, named, plain, merged = (
+        logits(jaxglue.load_model(*folders, **adapter, dtype=jnp.float32))
+        for folders, adapter in (
+            ((), {"adapter": tmp_path / "run/adapter"}),
+            ((tmp_path / "run/base",), {"adapter": tmp_path / "run/adapter"}),
+            ((tmp_path / "run/base",), {}),
+            ((tmp_path / "merged",), {}),
+        )
+    )
     np.testing.assert_array_equal(adapted, named)
     np.testing.assert_allclose(adapted, merged, atol=1e-4)
     assert float(jnp.abs(adapted - plain).max()) > 1e-3

@@ -12,6 +12,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.files.atomic import atomic_folder
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.gguf.architectures import architecture_of
+from jaxglue.hf.gguf.decisions import decision_metadata
 from jaxglue.hf.gguf.drafts import WithDraft
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
@@ -41,6 +42,7 @@ def export_gguf(
     *,
     importance: Mapping[str, np.ndarray] | None = None,
     draft: WithDraft | None = None,
+    decides: Mapping[str, Any] | None = None,
     progress: DataProgress | None = None,
 ) -> Path:
     """Write a folder with `<output's name>-<kind>.gguf` and a Modelfile; return the file.
@@ -59,6 +61,7 @@ def export_gguf(
         importance: mean squares of the inputs [in], or [experts, in], by the matrix's name in the file; they weigh the
             errors of K-quants.
         draft: the tensors with those of a draft head, which llama.cpp drafts by; None for none.
+        decides: the record of a decision model, which llama.cpp's server then serves at /v1/systemone alone.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -80,6 +83,8 @@ def export_gguf(
     }
     metadata |= {f"{architecture}.{key}": value for key, value in shape.items()}
     metadata |= {f"tokenizer.{k}": v for k, v in vocabulary_metadata(tokenizer, embedding, stops).items()}
+    if decides is not None:
+        metadata |= decision_metadata(architecture, tokenizer, decides)
     if draft is not None:
         metadata |= {f"{architecture}.block_count": config.num_hidden_layers + 1}
         metadata |= {f"{architecture}.nextn_predict_layers": 1}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,16 +147,16 @@ def _check_triton(capability: Capability | None, call: AttentionCall) -> None:
     check_triton(capability, call.dtype)
     assert capability is not None
     _check_head_dim(call, largest_head_dim(capability), _NARROWEST)
-    if call.exact and (call.window is not None or call.narrow_values):
-        raise NotImplementedError("windows begin within tiles, or keys are wider than values")
+    if call.exact and call.narrow_values:
+        raise NotImplementedError("keys are wider than values, whose sums have no order in pages")
 
 
 def _load_triton(capability: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.triton import TritonAttention
 
-    long = call.long and not call.exact
-    tiles = kernel_tiles(capability, call.head_dim, value_dim=call.value_dim, window=call.window, long=long)
-    return TritonAttention.of(capability, tiles=tiles)
+    long, window = (False, None) if call.exact else (call.long, call.window)
+    tiles = kernel_tiles(capability, call.head_dim, value_dim=call.value_dim, window=window, long=long)
+    return TritonAttention.of(capability, tiles=tiles, aligned=call.exact)
 
 
 def _order(call: AttentionCall) -> tuple[str, ...]:
@@ -237,7 +238,8 @@ def packed_attention(
     call = replace(_call(q, k, v, segments, window, softcap, sinks), exact=exact)
     kernels = ATTENTION.load(call, backend=backend)
     if kernels is None and exact:
-        return checkpoint_name(tiled_attention(q, k, v, segments, sinks=sinks, softcap=softcap), ATTENTION_OUT)
+        options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
+        return checkpoint_name(tiled_attention(q, k, v, segments, **options), ATTENTION_OUT)
     segments, window = as_kernels_read(segments, window)
     return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 

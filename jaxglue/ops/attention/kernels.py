@@ -81,6 +81,8 @@ class AttentionKernelSpec:
     k_descriptor: bool = False
     """Keys, which the kernels of their gradients load once, do."""
     late: bool = False
+    aligned: bool = False
+    """Tiles of keys begin at multiples of their size in a row, wherever a window begins."""
     dkeys: bool = True
     """Sum the gradients of keys."""
     dvalues: bool = True
@@ -311,6 +313,8 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
     tokens = first + lane // spec.P
     starts += row * (spec.bounds * spec.T)
     low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
+    if spec.aligned and spec.window > 0:
+        low -= low % spec.block_n
     first_own, last_own = own_keys(starts, first, spec), own_keys(starts, last, spec)
     last_visible = own_keys(starts, tokens, spec)
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)

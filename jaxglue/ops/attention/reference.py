@@ -107,10 +107,19 @@ class TileSums(NamedTuple):
         return jnp.where(seen, self.values / jnp.where(seen, self.total[..., None], 1.0), 0.0)
 
 
+_COLUMNS, _FEW_COLUMNS = 64, 16
+"""Columns of XLA's blocks on a CPU, and the most that are multiplied otherwise."""
+
+
 def _product(x: Float[Array, "*B R A"], y: Float[Array, "*B A n"]) -> Float[Array, "*B R n"]:
-    """Multiply in float32 a batch of matrices as they lie: else XLA sums few rows otherwise than many."""
-    flat = tuple(part.astype(jnp.float32).reshape(-1, *part.shape[-2:]) for part in (x, y))
-    return jnp.matmul(*jax.lax.optimization_barrier(flat)).reshape(*x.shape[:-1], y.shape[-1])
+    """Multiply in float32 a batch of matrices as they lie: else XLA sums few rows otherwise than many.
+
+    So it does where columns leave a part of its blocks empty, unless they are few.
+    """
+    shape, n = x.shape[:-1], y.shape[-1]
+    x, y = (part.astype(jnp.float32).reshape(-1, *part.shape[-2:]) for part in (x, y))
+    y = y if n <= _FEW_COLUMNS else jnp.pad(y, ((0, 0), (0, 0), (0, -n % _COLUMNS)))
+    return jnp.matmul(*jax.lax.optimization_barrier((x, y)))[..., :n].reshape(*shape, n)
 
 
 def tiled_attention(
@@ -119,10 +128,11 @@ def tiled_attention(
     v: Float[Array, "B T K values"],
     segments: PackedSegments,
     *,
+    window: int | None = None,
     sinks: Float[Array, " N"] | None,
     softcap: float | None = None,
 ) -> Float[Array, "B T N values"]:
-    """Compute `reference_attention` without windows in tiles of `key_tile` keys, one after another, over the row.
+    """Compute `reference_attention` in tiles of `key_tile` keys, one after another, over the row.
 
     A query's sums have the bits of `paged_attention` with `forks` where all parts of segments begin at tiles.
     """
@@ -137,6 +147,7 @@ def tiled_attention(
     bounds = [segments.starts, segments.gap_starts, segments.gap_ends]
     starts, gap_starts, gap_ends = (None if bound is None else bound[:, :, None] for bound in bounds)
     query = jnp.arange(T)[None, :, None]
+    positions = jnp.pad(segments.positions, ((0, 0), (0, S - T)))
 
     def step(sums: TileSums, inputs):
         first, k_tile, v_tile = inputs
@@ -144,6 +155,9 @@ def tiled_attention(
         visible = (key <= query) & (key >= starts)
         if gap_starts is not None and gap_ends is not None:
             visible &= (key < gap_starts) | (key >= gap_ends)
+        if window is not None:
+            at = jax.lax.dynamic_slice_in_dim(positions, first, A, axis=1)
+            visible &= at[:, None, :] > segments.positions[:, :, None] - window
         visible = jnp.repeat(visible, G, axis=1)[:, None]
         return sums.add(rows, k_tile, v_tile, jnp.broadcast_to(visible, (B, K, T * G, A)), softcap), None
 

@@ -30,6 +30,8 @@ class TritonAttention(Launcher):
     reads_joined_values: ClassVar[bool] = True
 
     tiles: AttentionKernelTiles
+    aligned: bool = False
+    """Tiles of keys begin at multiples of their size, so that a query's sums have one order in any window."""
 
     @property
     def descriptors(self) -> bool:
@@ -48,7 +50,7 @@ class TritonAttention(Launcher):
             (jax.ShapeDtypeStruct((*q.shape[:3], spec.values), q.dtype), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
-            replace(spec, has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
+            replace(spec, has_sinks=sinks is not None, q_descriptor=by_descriptor, aligned=self.aligned, **unit),
             KernelKind.ATTENTION_FORWARD,
         )
 

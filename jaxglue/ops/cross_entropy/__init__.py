@@ -13,7 +13,7 @@ from jaxglue.ops.cross_entropy.divergence import chunked_divergences
 from jaxglue.ops.cross_entropy.fp8 import ReferenceScaledCrossEntropy, fp8_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_entropies, chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import ReferenceCrossEntropy, cap_logits, reference_cross_entropy
-from jaxglue.ops.cross_entropy.scores import linear_likely, linear_scores
+from jaxglue.ops.cross_entropy.scores import chunked_likely, chunked_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 if TYPE_CHECKING:
@@ -183,6 +183,49 @@ def trained_log_probs(
     return -spec.losses_of(x, extend(weight, None, x.dtype), products, targets, ones)
 
 
+def linear_scores(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    chunk: int | None = None,
+    *,
+    softcap: float | None = None,
+    exact: bool = False,
+) -> tuple[Float[Array, " M"], Int[Array, " M"]]:
+    """Return each token's cross-entropy, and the token with the largest logit.
+
+    Args:
+        x: hidden states of M tokens, after the final norm.
+        weight: the output projection.
+        targets: the token to predict at each position.
+        chunk: tokens whose logits exist at a time; `chunk_size` by default.
+        softcap: bound of the logits; None for none.
+        exact: sum in an order that no number of tokens changes.
+    """
+    return chunked_scores(_scoring(x, weight, chunk, softcap, exact), x, weight, targets)
+
+
+def linear_likely(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    count: int,
+    chunk: int | None = None,
+    *,
+    softcap: float | None = None,
+    exact: bool = False,
+) -> tuple[Float[Array, " M"], Int[Array, "M count"], Float[Array, "M count"]]:
+    """Return each target's log-probability, and the most likely tokens in its place with theirs.
+
+    Arguments are those of `linear_scores`, and the number of likely tokens.
+    """
+    return chunked_likely(_scoring(x, weight, chunk, softcap, exact), x, weight, targets, count)
+
+
+def _scoring(x, weight, chunk: int | None, softcap: float | None, exact: bool) -> ChunkSpec:
+    return _spec(x, weight, chunk, "auto" if exact else "reference", softcap=softcap, exact=exact)
+
+
 def linear_entropies(
     x: Float[Array, "M D"],
     weight: Float[Array, "V D"],
@@ -300,7 +343,7 @@ def _spec(
         temperature=temperature,
         softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
         product_gradient=kernels.product_gradient
-        if kernels and columns is None and kernels.multiplies(x, weight)
+        if kernels and columns is None and not exact and kernels.multiplies(x, weight)
         else None,
     )
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops.row_sums import row_sums
+
 
 def token_losses(
     logits: Float[Array, "M V"], targets: Int[Array, " M"], *, exact: bool = False
@@ -17,12 +19,9 @@ def token_losses(
 
 
 def log_sum_exp(logits: Float[Array, "M V"]) -> Float[Array, " M"]:
-    """Return the log-sum-exp of rows by a product with ones, whose order XLA's other fusions on a CPU do not change."""
+    """Return the log-sum-exp of rows by `row_sums`."""
     highest = jnp.max(logits, axis=-1)
-    weights = jnp.exp(logits - highest[:, None])
-    padded = jnp.pad(weights, ((0, max(2 - len(logits), 0)), (0, 0)))  # a single row is multiplied otherwise
-    totals = jnp.matmul(padded, jnp.ones((logits.shape[1], 2), logits.dtype), precision="highest")
-    return highest + jnp.log(totals[: len(logits), 0])
+    return highest + jnp.log(row_sums(jnp.exp(logits - highest[:, None])))
 
 
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None, temperature: float = 1.0) -> Float[Array, "*B V"]:

@@ -4,59 +4,46 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import extend, split_chunks, times_transposed
-from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, extend, split_chunks
+from jaxglue.ops.cross_entropy.reference import token_losses
 
 
-def linear_scores(
-    x: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    targets: Int[Array, " M"],
-    chunk: int,
-    softcap: float | None = None,
+def chunked_scores(
+    spec: ChunkSpec, x: Float[Array, "M D"], weight: Float[Array, "V D"], targets: Int[Array, " M"]
 ) -> tuple[Float[Array, " M"], Int[Array, " M"]]:
-    """Return each token's cross-entropy, and the token with the largest logit.
-
-    Args:
-        x: hidden states of M tokens, after the final norm.
-        weight: the output projection.
-        targets: the token to predict at each position.
-        chunk: tokens whose logits exist at a time.
-        softcap: bound of the logits; None for none.
-    """
+    """See `linear_scores`."""
     w = extend(weight, None, x.dtype)
 
     def step(_, inputs):
         x_chunk, target = inputs
-        logits = times_transposed(x_chunk, w)[:, : len(weight)]
-        return None, (token_losses(cap_logits(logits, softcap), target)[0], jnp.argmax(logits, axis=-1))
+        logits = spec.multiply(x_chunk, w)
+        return None, (_losses(spec, x_chunk, w, logits, target), jnp.argmax(logits[:, : len(weight)], axis=-1))
 
-    _, (losses, best) = lax.scan(step, None, split_chunks(chunk, x, targets))
+    _, (losses, best) = lax.scan(step, None, split_chunks(spec.chunk, x, targets))
     return losses.ravel()[: len(targets)], best.ravel()[: len(targets)]
 
 
-def linear_likely(
-    x: Float[Array, "M D"],
-    weight: Float[Array, "V D"],
-    targets: Int[Array, " M"],
-    chunk: int,
-    count: int,
-    softcap: float | None = None,
+def chunked_likely(
+    spec: ChunkSpec, x: Float[Array, "M D"], weight: Float[Array, "V D"], targets: Int[Array, " M"], count: int
 ) -> tuple[Float[Array, " M"], Int[Array, "M count"], Float[Array, "M count"]]:
-    """Return each target's log-probability, and the most likely tokens in its place with theirs.
-
-    Arguments are those of `linear_scores`, and the number of likely tokens.
-    """
+    """See `linear_likely`."""
     w = extend(weight, None, x.dtype)
 
     def step(_, inputs):
         x_chunk, target = inputs
-        logits = cap_logits(times_transposed(x_chunk, w)[:, : len(weight)], softcap)
-        losses, _ = token_losses(logits, target)
-        own = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        values, ids = lax.top_k(logits, count)
+        logits = spec.multiply(x_chunk, w)
+        losses, capped = _losses(spec, x_chunk, w, logits, target), spec.cap(logits)
+        own = jnp.take_along_axis(capped, target[:, None], axis=-1)[:, 0]
+        values, ids = lax.top_k(capped, count)
         return None, (-losses, ids, values - (losses + own)[:, None])
 
-    _, (log_probs, ids, likely) = lax.scan(step, None, split_chunks(chunk, x, targets))
+    _, (log_probs, ids, likely) = lax.scan(step, None, split_chunks(spec.chunk, x, targets))
     M = len(targets)
     return log_probs.ravel()[:M], ids.reshape(-1, count)[:M], likely.reshape(-1, count)[:M]
+
+
+def _losses(spec: ChunkSpec, x, w, logits, targets) -> Float[Array, " M"]:
+    """Return the cross-entropy of logits x·wᵀ, in the order of training's where the spec is exact."""
+    if spec.exact:
+        return spec.losses_of(x, w, logits, targets, jnp.ones(len(targets), jnp.float32))
+    return token_losses(spec.cap(logits), targets)[0]

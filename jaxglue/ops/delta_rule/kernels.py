@@ -92,7 +92,7 @@ def _square(array, tokens, order, spec: tl.constexpr):
 
 
 @triton.jit
-def _inverse(A, spec: tl.constexpr):
+def unit_inverse(A, spec: tl.constexpr):
     """Return (I + A)⁻¹ of A [C, C], strictly lower triangular.
 
     Blocks of 16 on the diagonal by substitution, all at once; with their inverses D and L the rest of A, N = D·L is
@@ -170,7 +170,7 @@ def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.con
     tl.store(pointers + KEY_SCALE * T, key_scale, mask=inside)
     tl.store(pointers + QUERY_SCALE * T, query_scale, mask=inside)
     A = between * tl.dot(k, tl.trans(k), input_precision=spec.precision) * (step * key_scale)[:, None]
-    inverse = _inverse(tl.where(order[:, None] > order[None, :], A, 0.0), spec)
+    inverse = unit_inverse(tl.where(order[:, None] > order[None, :], A, 0.0), spec)
     tl.store(inverses + squares, inverse.to(inverses.dtype.element_ty), mask=inside[:, None])
 
 
@@ -182,7 +182,7 @@ def _part(spec: tl.constexpr):
 
 
 @triton.jit
-def _bounds(starts, row, chunk, spec: tl.constexpr):
+def crossing_bounds(starts, row, chunk, spec: tl.constexpr):
     """Return (first token of the document that crosses the chunk's beginning, of the one that crosses its end).
 
     Where none does, the chunk's first token, and the next chunk's.
@@ -205,7 +205,7 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
     N: tl.constexpr = spec.K * spec.G
     row, n, column = _part(spec)
     chunk = tl.program_id(1)
-    before, behind = _bounds(starts, row, chunk, spec)
+    before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = before == chunk * C
     begins = (behind >= chunk * C) & (behind < (chunk + 1) * C)
     if owned | begins:
@@ -262,7 +262,7 @@ def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.c
     order, keys, values = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
     tokens = chunk * C + order
     at = row * N + n
-    before, _ = _bounds(starts, row, chunk, spec)
+    before, _ = crossing_bounds(starts, row, chunk, spec)
     state = _state(states, before < chunk * C, n, row, chunk, keys, values, spec).to(qkv.dtype.element_ty)
     q = load_tokens(qkv + row * T * spec.width + (n // spec.G) * spec.H, tokens, keys, spec.width, T)
     P = _square(scores + at * T * C, tokens, order, spec)
@@ -285,7 +285,7 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dq
     N: tl.constexpr = spec.K * spec.G
     row, n, column = _part(spec)
     chunk = spec.chunks - 1 - tl.program_id(1)
-    before, behind = _bounds(starts, row, chunk, spec)
+    before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = behind == (chunk + 1) * C
     finishes = before < chunk * C
     if finishes:
@@ -358,7 +358,7 @@ def gradient_kernel(
     order, keys = tl.arange(0, C), tl.arange(0, spec.H)
     tokens = chunk * C + order
     inside = tokens < T
-    before, behind = _bounds(starts, row, chunk, spec)
+    before, behind = crossing_bounds(starts, row, chunk, spec)
     after = (chunk + 1) * C
     qkv += row * T * spec.width
     dqkv += row * T * spec.width

@@ -147,7 +147,8 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation)
+    exact = StaticConditions.of(conditions).exact
+    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=exact)
     low_rank = used_ranks(low_rank, conditions)
     (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))

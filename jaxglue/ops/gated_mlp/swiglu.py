@@ -61,6 +61,8 @@ class SwigluCall:
     rank: int
     """Of each adapter."""
     activation: Activation = "silu"
+    exact: bool = False
+    """A row's sums have one order among however many rows it is."""
 
 
 def _check(capability: Capability | None, call: SwigluCall) -> None:
@@ -70,7 +72,7 @@ def _check(capability: Capability | None, call: SwigluCall) -> None:
 def _load(capability: Capability, call: SwigluCall) -> LoraSwigluBackend:
     from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
 
-    return TritonLoraSwiglu.of(capability)
+    return TritonLoraSwiglu.of(capability, in_order=call.exact)
 
 
 LORA_SWIGLU = Operation(
@@ -80,7 +82,7 @@ LORA_SWIGLU = Operation(
             check=_check,
             load=_load,
             advantage="every wide array is read and written once",
-            reads={SwigluCall: {"dtype": None, "rank": None, "activation": ("silu", "gelu_tanh")}},
+            reads={SwigluCall: {"dtype": None, "rank": None, "activation": ("silu", "gelu_tanh"), "exact": None}},
         )
     },
 )
@@ -93,6 +95,7 @@ def lora_swiglu(
     matrices: Matrices,
     *,
     activation: Activation = "silu",
+    exact: bool = False,
     backend: str = "auto",
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
     """Compute (y, y·downᵀ) of y = activation(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where low_rank is h₁ and h₂ side by side.
@@ -102,6 +105,7 @@ def lora_swiglu(
         low_rank: the input projected to the ranks of both.
         matrices: B₁, B₂ and down, of one rank, in float32 as are their gradients.
         activation: of the gate.
+        exact: sum in an order that no number of rows changes.
         backend: `auto`, `reference` or `triton`; see `LORA_SWIGLU.choose`.
 
     Raises:
@@ -111,7 +115,8 @@ def lora_swiglu(
     if len(ranks) != 1 or low_rank.shape[-1] != 2 * min(ranks):
         got = f"ranks {', '.join(map(str, sorted(ranks)))} and {low_rank.shape[-1]} columns"
         raise ValueError(f"three adapters must have one rank R, and low_rank 2R columns, got {got}")
-    kernels = LORA_SWIGLU.load(SwigluCall(dtype=gate.dtype, rank=min(ranks), activation=activation), backend=backend)
+    call = SwigluCall(dtype=gate.dtype, rank=min(ranks), activation=activation, exact=exact)
+    kernels = LORA_SWIGLU.load(call, backend=backend)
     if kernels is None:
         return reference_lora_swiglu(gate, up, low_rank, matrices, activation)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))

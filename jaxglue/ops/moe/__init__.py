@@ -135,6 +135,8 @@ class FewRowsExpertsCall:
     adapters: tuple[ExpertAdapter | None, ...] = (None, None)
     activation: Activation = "swiglu"
     transpose_rhs: bool = False
+    exact: bool = False
+    """A row's bits are those of training."""
 
 
 def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
@@ -151,6 +153,10 @@ def _check_few(capability: Capability | None, call: FewRowsExpertsCall) -> None:
         raise NotImplementedError(f"rank must be at most {LARGEST_RANK}, got {max(ranks)}")
     if ranks:
         check_tried("adapters of experts with few rows")
+    if call.exact:
+        if any(isinstance(matrix, Quantized) for matrix in call.matrices):
+            raise NotImplementedError("stored values are multiplied in another order of columns than training's")
+        check_tried("experts with few rows in training's order")
     for matrix in call.matrices:
         if isinstance(matrix, Stack):
             _check_few_stacked(matrix)
@@ -187,7 +193,7 @@ FEW_ROWS_EXPERTS = Operation(
             advantage="matrices are read once, as stored",
             reads={
                 FewRowsExpertsCall: {
-                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "adapters", "transpose_rhs")),
+                    **dict.fromkeys(("dtype", "rows", "experts", "matrices", "adapters", "transpose_rhs", "exact")),
                     "activation": ("swiglu", "geglu", "gpt_oss", "relu2"),
                 },
                 ExpertAdapter: ("A", "B", "used"),
@@ -216,6 +222,8 @@ class RouteCall:
     scale: float = 1.0
     corrected: bool = False
     """The choice is not by scores alone."""
+    exact: bool = False
+    """A token's bits are those of training."""
 
 
 def _check_route(capability: Capability | None, call: RouteCall) -> None:
@@ -295,6 +303,7 @@ def route(
     groups: Groups = ONE_GROUP,
     scale: float = 1.0,
     inference: bool = False,
+    exact: bool = False,
 ) -> Routing:
     """Choose k of E experts for each of M tokens.
 
@@ -308,6 +317,7 @@ def route(
         groups: of experts; those kept have the largest sum of their two best sigmoids, or the largest probability.
         scale: of the weights.
         inference: no gradients are taken: few tokens have kernels of their own.
+        exact: sum a token's weights in one order, whatever tokens are routed with it.
 
     Raises:
         ValueError: k is not between 1 and E, the order is unknown, or groups do not fit.
@@ -321,6 +331,7 @@ def route(
         groups=groups,
         scale=scale,
         corrected=correction is not None,
+        exact=exact,
     )
     if inference and (kernels := ROUTE.load(call)) is not None:
         return kernels.route(router_logits, k, order=order, normalize=normalize)
@@ -333,6 +344,7 @@ def route(
         correction=correction,
         groups=groups,
         scale=scale,
+        exact=exact,
         row_tile=few_rows_tile(M * k // E) if few else None,
         top_k=_top_k,
     )
@@ -390,6 +402,7 @@ def moe_mlp(
     lora: ExpertLora | None = None,
     fp8: bool = False,
     inference: bool = False,
+    exact: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "M D"]:
     """Compute Σ weight · down(activation(gate_up(x))) over each token's experts, in x's dtype.
@@ -409,6 +422,7 @@ def moe_mlp(
         fp8: multiply `MXFP4` matrices, whose values FP8 can hold, in FP8: x and gradients are quantized by row. Only
             kernels do; the reference dequantizes.
         inference: no gradients are taken: few rows have kernels of their own.
+        exact: a token's bits are those of training: grouped matmuls multiply few rows, too.
         backend: as in `grouped_matmul`.
 
     Raises:
@@ -432,9 +446,11 @@ def moe_mlp(
         adapters=adapters,
         activation=activation,
         transpose_rhs=transpose_rhs,
+        exact=exact,
     )
     if inference and (few := FEW_ROWS_EXPERTS.load(call)) is not None:
-        return few.mlp(*operands, adapters, activation=activation, transpose_rhs=transpose_rhs, lora_scale=lora.scale)
+        shape: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs, "exact": exact}
+        return few.mlp(*operands, adapters, **shape, lora_scale=lora.scale)
     adapters = scaled(adapters[0], lora.scale), scaled(adapters[1], lora.scale)
     kernels = GROUPED_MATMUL.load(GroupedCall(dtype=x.dtype, activation=activation), backend=backend)
     if kernels is None:
@@ -462,6 +478,7 @@ def experts(
     ranks: Bool[Array, "M R"] | None = None,
     fp8: bool = False,
     inference: bool = False,
+    exact: bool = False,
 ) -> Float[Array, "M D"]:
     """Compute `moe_mlp` of this device's tokens, with an equal share of the experts on each device along `expert`.
 
@@ -469,7 +486,7 @@ def experts(
         x: this device's tokens.
         routing: of these tokens to all experts.
         gate_up, down: of this device's experts.
-        activation, transpose_rhs, fp8, inference: see `moe_mlp`.
+        activation, transpose_rhs, fp8, inference, exact: see `moe_mlp`.
         lora_scale: of both adapters.
         ranks: of the adapters that each token uses, or [1, R] for all tokens; by default all use all.
     """
@@ -487,6 +504,7 @@ def experts(
             lora=adapters,
             fp8=fp8,
             inference=inference,
+            exact=exact,
         )
 
     adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale, ranks=ranks)

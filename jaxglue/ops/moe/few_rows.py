@@ -45,7 +45,7 @@ _TILES = {
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
 _MXFP4_TILES = {
-    16: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    16: ExpertsTiles(block_n=64, block_k=256, num_warps=4, num_stages=3),
     32: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
     64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),  # three programs at a time
 }
@@ -202,6 +202,7 @@ class TritonFewRowsExperts(Launcher):
         activation: Activation,
         transpose_rhs: bool,
         lora_scale: float = 1.0,
+        exact: bool = False,
     ) -> Float[Array, "M D"]:
         """Compute `moe_mlp` from (gate_up, down) of matrices, biases and adapters without their scale."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
@@ -217,11 +218,12 @@ class TritonFewRowsExperts(Launcher):
             transpose_rhs=transpose_rhs,
             tokens=routing.tokens,
             order=ORDERS[second.kind],
+            exact=exact,
         )
         adapter = _Adapter.of(adapters[1], lora_scale)
-        rows = self._multiply(
-            hidden, routing, second, None, adapter, (F, D), activation=None, transpose_rhs=transpose_rhs
-        )
+        sizes = F, D
+        options: dict[str, Any] = {"transpose_rhs": transpose_rhs, "exact": exact}
+        rows = self._multiply(hidden, routing, second, None, adapter, sizes, activation=None, **options)
         extra = (None,) * 3 if biases[1] is None else (routing.weights, routing.expert_ids, biases[1])
         arrays, block = (rows, routing.inverse, *extra), row_block(D)
         constants = {"D": D, "X": routing.inverse.shape[1], "BLOCK": block}
@@ -241,6 +243,7 @@ class TritonFewRowsExperts(Launcher):
         transpose_rhs,
         tokens=None,
         order: str = "",
+        exact: bool = False,
     ) -> Float[Array, "S C"]:
         """Multiply rows by their experts' matrices of these columns and rows; with an activation, times their weights.
 
@@ -289,6 +292,7 @@ class TritonFewRowsExperts(Launcher):
             fewer=_fewer(row_tiles.rows),
             block_n=block_n,
             block_k=block_k,
+            exact=exact,
             ahead=0 if self.plain or matrices.kind == "plain" else tiles.ahead,
             **({} if adapter is None else adapter.constants),
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from jaxglue.ops.moe.kernels import activate
 from jaxglue.ops.projection.few_rows_kernels import await_low_ranks, nf4_codes, nf4_scales, nf4_values, settled
 
 
@@ -58,6 +59,8 @@ class ExpertsSpec:
     block_r: int = 16
     factor_of_adapter: float = 1.0
     """Multiplies the adapter's second matrices."""
+    exact: bool = False
+    """The activation has training's bits."""
 
 
 def _mxfp4_assembly() -> str:
@@ -313,7 +316,11 @@ def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.conste
     if spec.gated:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (spec.block_n, 2, BLOCK_M)), (0, 2, 1)))
         weights = tl.load(row_weights + row, mask=ours, other=0.0)
-        acc = _activate(gate, up, spec.gpt_oss, spec.gelu, spec.alpha, spec.limit) * weights[None, :]
+        if spec.exact:
+            acc, _, _ = activate(gate, up, spec.gpt_oss, spec.gelu, spec.alpha, spec.limit)
+        else:
+            acc = _activate(gate, up, spec.gpt_oss, spec.gelu, spec.alpha, spec.limit)
+        acc *= weights[None, :]
     elif row_weights is not None:  # the one activation without a gate: max(up, 0)²
         positive = tl.maximum(acc, 0.0)
         acc = positive * positive * tl.load(row_weights + row, mask=ours, other=0.0)[None, :]

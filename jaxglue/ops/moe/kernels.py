@@ -225,7 +225,7 @@ def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activate(gate, up, GPT_OSS: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """Return (value, derivative by gate, derivative by up)."""
     if GPT_OSS:
         # The gate is clamped from above alone; values beyond a limit have no gradient.
@@ -271,7 +271,7 @@ def activation_kernel(
             value, _ = _squared(projected + row * F, start, F, BLOCK)
         else:
             gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-            value, _, _ = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
+            value, _, _ = activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
         columns = start + tl.arange(0, BLOCK)
         tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
 
@@ -298,7 +298,7 @@ def activation_gradient_kernel(
             tl.store(dprojected + columns, dup, mask=columns < F)
         else:
             gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-            value, by_gate, by_up = _activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
+            value, by_gate, by_up = activate(gate, up, GPT_OSS, GELU, ALPHA, LIMIT)
             dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
             dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
             if GPT_OSS:

@@ -173,6 +173,7 @@ def sorted_route(
     correction: Float[Array, " E"] | None,
     groups: Groups,
     scale: float,
+    exact: bool = False,
     row_tile: int | None = None,
     top_k: TopK = jax.lax.top_k,
 ) -> Routing:
@@ -184,7 +185,9 @@ def sorted_route(
         raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
     if E % groups.total or not 1 <= groups.kept <= groups.total or k > groups.kept * (E // groups.total):
         raise ValueError(f"{groups.kept} of {groups.total} groups must divide {E} experts and leave {k} of them")
-    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize, correction, groups, top_k)
+    sums = _IN_ONE_ORDER if exact else _BY_XLA
+    logits = router_logits.astype(jnp.float32)
+    weights, expert_ids = _choose(logits, k, order, normalize, correction, groups, top_k, sums)
     return make_routing(expert_ids, weights if scale == 1.0 else weights * scale, E, row_tile=row_tile)
 
 
@@ -214,13 +217,40 @@ def make_routing(
     )
 
 
-def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: Groups, top_k: TopK):
+def _sum_by_halves(values: Float[Array, "M n"]) -> Float[Array, "M 1"]:
+    """Sum each row in one order, where XLA's reductions of few rows and many have orders of their own."""
+    n = values.shape[-1]
+    values = jnp.pad(values, ((0, 0), (0, (1 << (n - 1).bit_length()) - n)))
+    while (half := values.shape[-1] // 2) > 0:
+        values = values[:, :half] + values[:, half:]
+    return values
+
+
+def _softmax_by_halves(logits: Float[Array, "M n"]) -> Float[Array, "M n"]:
+    exponentials = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    return exponentials / _sum_by_halves(exponentials)
+
+
+class _Sums(NamedTuple):
+    """Sums over a token's scores, in some order."""
+
+    total: Callable[[Float[Array, "M n"]], Float[Array, "M 1"]]
+    softmax: Callable[[Float[Array, "M n"]], Float[Array, "M n"]]
+
+
+_BY_XLA = _Sums(partial(jnp.sum, axis=-1, keepdims=True), partial(jax.nn.softmax, axis=-1))
+_IN_ONE_ORDER = _Sums(_sum_by_halves, _softmax_by_halves)
+
+
+def _choose(
+    logits, k: int, order: Order, normalize: bool, correction, groups: Groups, top_k: TopK, sums: _Sums
+) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
     if order == "topk_softmax":
         assert groups.kept == groups.total, "its scores are known after the choice"
         chosen, expert_ids = top_k(logits, k)
-        return jax.nn.softmax(chosen, axis=-1), expert_ids
+        return sums.softmax(chosen), expert_ids
     sigmoid = order == "sigmoid_topk"
-    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.sigmoid(logits) if sigmoid else sums.softmax(logits)
     if not sigmoid and groups.kept == groups.total and correction is None:
         chosen, expert_ids = top_k(scores, k)
     else:
@@ -230,7 +260,7 @@ def _choose(logits, k: int, order: Order, normalize: bool, correction, groups: G
         expert_ids = top_k(preferred, k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
     if normalize:
-        chosen = chosen / (chosen.sum(-1, keepdims=True) + (_SMALLEST_SUM if sigmoid else 0.0))
+        chosen = chosen / (sums.total(chosen) + (_SMALLEST_SUM if sigmoid else 0.0))
     return chosen, expert_ids
 
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.fp8 import quantize_rows
 from jaxglue.ops.rope import apply_rope
+from jaxglue.ops.row_sums import row_sums
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,19 @@ def rms_norm(
 def _centered(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """Return x less its mean, in float32."""
     values = x.astype(jnp.float32)
-    return values - jnp.mean(values, axis=-1, keepdims=True)
+    return values - _mean(values)
 
 
 def inverse_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B 1"]:
     """Compute 1 / x's root mean square, in float32."""
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + eps)
+    return jax.lax.rsqrt(_mean(jnp.square(x.astype(jnp.float32))) + eps)
+
+
+def _mean(values: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    """Average the last axis: on a CPU by a product, whose order does not depend on what XLA fuses with it."""
+    if compute_capability() is not None:
+        return jnp.mean(values, axis=-1, keepdims=True)
+    return row_sums(values)[..., None] * (1.0 / values.shape[-1])
 
 
 @dataclass(frozen=True)

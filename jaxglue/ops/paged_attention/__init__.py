@@ -115,8 +115,8 @@ def _check_tiles(capability: Capability | None, call: PagedCall) -> None:
     _check(capability, call)
     if not call.forked:
         raise NotImplementedError("no order of sums is asked for")
-    if call.window is not None or call.cache.key_scales is not None:
-        raise NotImplementedError("windows begin within tiles, or keys are in float8")
+    if call.cache.key_scales is not None:
+        raise NotImplementedError("keys are in float8")
 
 
 def _load_tiles(capability: Capability, call: PagedCall) -> "TritonTiledPages":
@@ -297,7 +297,7 @@ def paged_attention(
         softcap: c of scores c·tanh(score / c) (Gemma 2); None for none.
         forks: tokens of each sequence's beginning. Sums over keys then have the order of training, whose rows hold
             beginnings once: in tiles of `key_tile` keys from the first token, and again from the one at the fork, so
-            that a query has the bits of `packed_attention` with `exact`. There are no windows.
+            that a query has the bits of `packed_attention` with `exact`.
         backend: one of `PAGED_ATTENTION.names`.
 
     Raises:
@@ -311,10 +311,8 @@ def paged_attention(
     call = replace(call, forked=forks is not None)
     kernels: Any = PAGED_ATTENTION.load(call, backend=backend)
     if forks is not None:
-        if window is not None:
-            raise ValueError(f"windows have no order of sums with forks, got window={window}")
         in_tiles = tiled_paged_attention if kernels is None else kernels.attend
-        return in_tiles(q, cache, tables, positions, forks, sinks=sinks, softcap=softcap)
+        return in_tiles(q, cache, tables, positions, forks, window=window, sinks=sinks, softcap=softcap)
     attend = reference_paged_attention if kernels is None else kernels.attend
     return attend(q, cache, tables, positions, window=window, sinks=sinks, softcap=softcap)
 

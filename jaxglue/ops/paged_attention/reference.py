@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.attention.reference import TileSums
 from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.paged_attention.pages import KVPages
-from jaxglue.ops.projection.ordered import FEWEST_ROWS
+from jaxglue.ops.row_sums import FEWEST_ROWS
 
 
 def reference_paged_attention(
@@ -50,6 +50,7 @@ def tiled_paged_attention(
     positions: Int[Array, " S"],
     forks: Int[Array, " S"],
     *,
+    window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "S N H"]:
@@ -66,6 +67,8 @@ def tiled_paged_attention(
         first = jnp.where(own, forks + (tile - before) * A, tile * A)
         token = first[:, None] + jnp.arange(A)
         visible = (token <= positions[:, None]) & (own[:, None] | (token < forks[:, None]))
+        if window is not None:
+            visible &= token > positions[:, None] - window
         at = jnp.where(visible, token, 0)
         pages = jnp.take_along_axis(tables, at // page, axis=1)
         k, v = (

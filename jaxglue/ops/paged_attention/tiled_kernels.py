@@ -28,7 +28,7 @@ def tiled_kernel(
     """Attend the G query heads of a slot's key/value head; grid (S · K).
 
     q and out are [S, K, G, H], keys and values [pages, K, PAGE, H], tables [S, TABLE]. Tiles begin at multiples of
-    block_n tokens, and of those from `forks` [S] on.
+    block_n tokens, and of those from `forks` [S] on. With a window, a token sees so many, itself included.
     """
     slot, head = tl.program_id(0) // spec.K, tl.program_id(0) % spec.K
     lane, slots, column = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n), tl.arange(0, spec.width)
@@ -39,11 +39,16 @@ def tiled_kernel(
     peak, total = begin_sums(sinks, head * spec.G + lane % spec.G, spec.has_sinks, spec.block_m)
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
     shared = tl.minimum(fork, end)  # tokens before the fork that are there
-    before = tl.cdiv(shared, spec.block_n)
-    for tile in range(0, before + tl.cdiv(end - shared, spec.block_n)):
+    before, first, low = tl.cdiv(shared, spec.block_n), 0, 0
+    if spec.window > 0:  # tiles that the token does not see would change no bit
+        low = tl.maximum(end - spec.window, 0)
+        first = tl.where(low < shared, low // spec.block_n, before + (low - shared) // spec.block_n)
+    for tile in range(first, before + tl.cdiv(end - shared, spec.block_n)):
         own = tile >= before
         tokens = tl.where(own, shared + (tile - before) * spec.block_n, tile * spec.block_n) + slots
         inside = tokens < tl.where(own, end, shared)
+        if spec.window > 0:
+            inside &= tokens >= low
         page = tl.load(tables + slot * TABLE + tokens // PAGE, mask=inside, other=0)
         rows = (page.to(tl.int64) * spec.K + head) * PAGE + tokens % PAGE
         k_tile = _load_tokens(keys, rows, inside, spec.H, spec.width)

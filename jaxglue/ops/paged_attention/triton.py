@@ -198,7 +198,9 @@ class TritonTiledPages(Launcher):
     tiles: AttentionTiles | None = None
     """Tiles; None takes those of `kernel_tiles`, whose keys are `key_tile`."""
 
-    def attend(self, q, cache: KVPages, tables, positions, forks, *, sinks, softcap: float | None):
+    def attend(
+        self, q, cache: KVPages, tables, positions, forks, *, window: int | None = None, sinks, softcap: float | None
+    ):
         """See `paged_attention`."""
         (S, N, H), (_, K, page, _) = q.shape, cache.keys.shape
         tiles = self.tiles or kernel_tiles((self.compute_capability // 10, self.compute_capability % 10), H).forward
@@ -213,7 +215,7 @@ class TritonTiledPages(Launcher):
             values=H,
             width=triton.next_power_of_2(H),
             scale=H**-0.5,
-            window=0,
+            window=window or 0,
             forks=True,
             softcap=softcap,
             has_sinks=sinks is not None,

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
+from jaxglue.ops.row_sums import FEWEST_ROWS
 
 if TYPE_CHECKING:
     from jaxglue.ops.projection.ordered_triton import TritonOrdered
 
-FEWEST_ROWS = 2
-"""Rows from which XLA's products on a CPU sum in one order: a single one is another function's."""
 _WEIGHTS = 4
 """Weights of a launch."""
 _MANY_ROWS, _WIDE = 16_384, 1024
@@ -127,3 +126,35 @@ def _backward(dtype, residuals, dy):
 
 
 _differentiable.defvjp(lambda dtype, x, weight: (_differentiable(dtype, x, weight), (x, weight)), _backward)
+
+
+@jax.custom_vjp
+def ordered_float32_product(x: Float[Array, "M in"], weight: Float[Array, "out in"]) -> Float[Array, "M out"]:
+    """Compute x·Wᵀ in float32 of a float32 weight, with sums that no number of rows changes, and gradients.
+
+    Products of bfloat16 have such sums, and three of them are the weight, to the bit. A float32 x, which no kernel
+    serves, is multiplied at once.
+    """
+    parts = _bfloat16_parts(weight) if x.dtype == jnp.bfloat16 else [weight]
+    total, *others = ordered_products(x, parts, jnp.float32)
+    for other in others:
+        total += other
+    return total
+
+
+def _bfloat16_parts(weight: Float[Array, "out in"]) -> list[Float[Array, "out in"]]:
+    """Return three arrays whose sum is a float32 one, the smallest first."""
+    parts, rest = [], weight
+    for _ in range(3):
+        parts.append(jax.lax.reduce_precision(rest, 8, 7))
+        rest = rest - parts[-1]
+    return parts[::-1]
+
+
+def _float32_backward(residuals, dy):
+    x, weight = residuals
+    product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    return product("me,ed->md", dy, weight).astype(x.dtype), product("me,md->ed", dy, x.astype(jnp.float32))
+
+
+ordered_float32_product.defvjp(lambda x, weight: (ordered_float32_product(x, weight), (x, weight)), _float32_backward)

@@ -20,6 +20,7 @@ from jaxglue.data.questions import (
     read_state,
 )
 from jaxglue.generation.reading import decisions, probabilities
+from jaxglue.objectives.decide import label_masses
 from jaxglue.serve.fields import read_body
 from jaxglue.serve.host import Host
 from jaxglue.serve.reading import Read
@@ -36,12 +37,15 @@ async def _system_one(host: Host, http: HttpRequest) -> Response:
     body = await read_body(http, {"model", *_SYSTEM_ONE})
     model = host.models.find(body.get("model"))
     questions = read_questions(body.get("questions"), most=MOST_QUESTIONS)
-    read, found = await _ask(host, _with_instructions(body, read_state(body.get("state"))), questions)
+    read, found = await _ask(host, read_state(body.get("state")), questions, _instructions(body))
     pairs = zip(questions.items(), found, strict=True)
     answers = {name: _system_one_answer(question, p) for (name, question), p in pairs}
+    masses = zip(questions, label_masses(read.found).tolist(), strict=True)
+    diagnostics = {name: {"label_mass": mass} for name, mass in masses}
     usage = {"input_tokens": read.tokens, "output_tokens": len(questions)}
     identifier = f"sysone-{uuid.uuid4().hex}"
-    return JSONResponse({"id": identifier, "model": model.name, "answers": answers, "usage": usage})
+    head = {"id": identifier, "model": model.name}
+    return JSONResponse({**head, "answers": answers, "usage": usage, "diagnostics": diagnostics})
 
 
 async def _openai(host: Host, http: HttpRequest) -> Response:
@@ -51,7 +55,7 @@ async def _openai(host: Host, http: HttpRequest) -> Response:
         raise BadRequestError(f"questions must be a list of 1 to {MOST_QUESTIONS} questions", parameter="questions")
     asked = [_openai_question(index, each) for index, each in enumerate(listed)]
     questions = {str(index): question for index, (_, question, _) in enumerate(asked)}
-    read, found = await _ask(host, _with_instructions(body, _input(body.get("input"))), questions)
+    read, found = await _ask(host, _input(body.get("input")), questions, _instructions(body))
     answers = [_openai_answer(*each, p) for each, p in zip(asked, found, strict=True)]
     usage = {
         "input_tokens": read.tokens,
@@ -64,19 +68,21 @@ async def _openai(host: Host, http: HttpRequest) -> Response:
     return JSONResponse({**head, "answers": answers, "usage": usage})
 
 
-async def _ask(host: Host, state: str, questions: Mapping[str, Question]) -> tuple[Read, list[np.ndarray]]:
+async def _ask(
+    host: Host, state: str, questions: Mapping[str, Question], system: str | None
+) -> tuple[Read, list[np.ndarray]]:
     """Return the probabilities of each question's options."""
     service = host.reading
-    read = await service.read("decide", lambda reader: decisions(reader, [(state, questions)]))
+    read = await service.read("decide", lambda reader: decisions(reader, [(state, questions)], system=system))
     return read, probabilities(service.readers["decide"], read.found, list(questions.values()))
 
 
-def _with_instructions(body: dict[str, Any], state: str) -> str:
-    """Return a state behind the request's instructions, if it has some."""
+def _instructions(body: dict[str, Any]) -> str | None:
+    """Return the request's instructions, which are the system message."""
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise BadRequestError("instructions must be a text", parameter="instructions")
-    return f"{instructions}\n\n{state}" if instructions else state
+    return instructions or None
 
 
 def _system_one_answer(question: Question, p: np.ndarray) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def _criteria(kind: str, values: Sequence[Any], described: Sequence[Any]) -> Any
         if len(set(names)) < len(names):  # "true" beside true
             names = [f"{name} ({type(value).__name__})" for name, value in zip(names, values, strict=True)]
         return dict(zip(names, described, strict=True))
-    return [name if text is None else f"{name} — {text}" for name, text in zip(names, described, strict=True)]
+    return [name if text is None else f"{name} - {text}" for name, text in zip(names, described, strict=True)]
 
 
 def _openai_answer(name: str | None, question: Question, values: Sequence[Any], p: np.ndarray) -> dict[str, Any]:

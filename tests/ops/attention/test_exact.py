@@ -41,7 +41,9 @@ def texts(forks, group, dtype=np.float32, head_dim=H) -> list[list[Text]]:
     return found
 
 
-def packed(groups: list[list[Text]], sinks, tile: int, *, exact: bool = True) -> list[np.ndarray]:
+def packed(
+    groups: list[list[Text]], sinks, tile: int, window: int | None = None, *, exact: bool = True
+) -> list[np.ndarray]:
     """Return attention's output of each continuation's own tokens, in the order of the groups, from one packed row."""
     forks = [(group[0].fork, *(len(text.q) - text.fork for text in group)) for group in groups]
     T = aligned(sum(aligned(size, tile) for fork in forks for size in fork) + 1, 64)
@@ -58,11 +60,11 @@ def packed(groups: list[list[Text]], sinks, tile: int, *, exact: bool = True) ->
                 row[spans[-1]] = part[fork:]
             begin += aligned(len(text.q) - fork, tile)
     segments = jax.device_put(pack_forks([forks], seq_len=T, tile=tile))
-    out = packed_attention(*(jnp.asarray(row[None]) for row in rows), segments, sinks=sinks, exact=exact)
+    out = packed_attention(*(jnp.asarray(row[None]) for row in rows), segments, window=window, sinks=sinks, exact=exact)
     return [np.asarray(out)[0, span] for span in spans]
 
 
-def in_pages(groups: list[list[Text]], sinks) -> list[np.ndarray]:
+def in_pages(groups: list[list[Text]], sinks, window: int | None = None) -> list[np.ndarray]:
     """Return attention's output of each continuation's own tokens, each as the last one of a sequence in pages."""
     every = [text for group in groups for text in group]
     pages = [-(-len(text.q) // PAGE) for text in every]
@@ -79,7 +81,8 @@ def in_pages(groups: list[list[Text]], sinks) -> list[np.ndarray]:
     of_each = np.repeat(np.array(tables), counts, axis=0), np.repeat([text.fork for text in every], counts)
     rows = (jnp.asarray(x, jnp.int32) for x in (of_each[0], positions, of_each[1]))
     tables, positions, forks = rows
-    out = paged_attention(jnp.asarray(queries), cache, tables, positions, forks=forks, sinks=sinks)
+    options = {"window": window, "sinks": sinks, "forks": forks}
+    out = paged_attention(jnp.asarray(queries), cache, tables, positions, **options)
     return np.split(np.asarray(out), np.cumsum(counts)[:-1])
 
 
@@ -90,31 +93,39 @@ def layouts(groups):
     return turned, alone
 
 
-def assert_equal(groups, sinks, tile):
-    want = packed(groups, sinks, tile)
+def assert_equal(groups, sinks, tile, window=None):
+    want = packed(groups, sinks, tile, window)
     turned, alone = layouts(groups)
-    for other, backwards in ((packed(turned, sinks, tile), True), (packed(alone, sinks, tile), False)):
+    for other, backwards in ((packed(turned, sinks, tile, window), True), (packed(alone, sinks, tile, window), False)):
         for own, again in zip(want, other[::-1] if backwards else other, strict=True):
             np.testing.assert_array_equal(own, again)
-    for own, paged in zip(want, in_pages(groups, sinks), strict=True):
+    for own, paged in zip(want, in_pages(groups, sinks, window), strict=True):
         np.testing.assert_array_equal(own, paged)
 
 
 @pytest.mark.parametrize(
-    ("group", "has_sinks", "dtype"), [(4, True, np.float32), (1, False, jnp.bfloat16), repeat(2, False, np.float32)]
+    ("group", "has_sinks", "dtype", "head_dim", "window"),
+    [
+        (4, True, np.float32, H, None),
+        (1, False, jnp.bfloat16, H, None),
+        (2, True, np.float32, 32, 24),
+        (1, False, np.float32, 128, 40),
+        repeat(2, False, np.float32, 128, None),
+    ],
 )
-def test_reference_gives_a_query_the_same_bits_in_any_row_and_in_pages(group, has_sinks, dtype):
-    groups = texts(FORKS, group, dtype)
+def test_reference_gives_a_query_the_same_bits_in_any_row_and_in_pages(group, has_sinks, dtype, head_dim, window):
+    """In float32, as rounding to bfloat16 would hide most sums of another order."""
+    groups = texts(FORKS, group, dtype, head_dim)
     sinks = jnp.asarray(np.random.default_rng(2).standard_normal(K * group), jnp.float32) if has_sinks else None
-    assert_equal(groups, sinks, key_tile(H))
+    assert_equal(groups, sinks, key_tile(head_dim), window)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64])
-def test_tiles_attend_as_the_reference_does(head_dim):
+@pytest.mark.parametrize(("head_dim", "window"), [(16, None), (64, None), (16, 30)])
+def test_tiles_attend_as_the_reference_does(head_dim, window):
     groups = texts(FORKS, 2, head_dim=head_dim)
     sinks, tile = jnp.asarray([1.0, -2.0, 0.5, 3.0]), key_tile(head_dim)
-    plain = packed(groups, sinks, tile, exact=False)
-    for own, other in zip(packed(groups, sinks, tile), plain, strict=True):
+    plain = packed(groups, sinks, tile, window, exact=False)
+    for own, other in zip(packed(groups, sinks, tile, window), plain, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
@@ -130,20 +141,35 @@ def tiles():
     return AttentionKernelTiles(forward=own, dq=own, dkdv=own)
 
 
-@pytest.mark.parametrize(("group", "has_sinks"), [(4, True), repeat(1, False)])
+@pytest.fixture
+def products_in_float64(monkeypatch):
+    """Let Triton's interpreter multiply so that no order of sums changes a bit, as NumPy's of float32 has several."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self, a, b, d, *_):
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("products_in_float64")
+@pytest.mark.parametrize(
+    ("group", "has_sinks", "window"), [(2, True, 24), repeat(4, True, None), repeat(1, False, None)]
+)
 def test_interpreted_kernels_give_a_query_the_same_bits_in_any_row_and_in_pages(
-    group, has_sinks, tiles, interpreted, interpreted_backend
+    group, has_sinks, window, tiles, interpreted, interpreted_backend
 ):
     from jaxglue.ops.paged_attention.triton import TritonTiledPages
 
-    groups = texts([(37, 45, 3), (5, 9)], group)
+    groups = texts([(90, 6, 2), (5, 3)], group)
     sinks = jnp.asarray(np.random.default_rng(2).standard_normal(K * group), jnp.float32) if has_sinks else None
-    rows = interpreted_backend(tiles=tiles, compute_capability=80)
+    rows = interpreted_backend(tiles=tiles, compute_capability=80, aligned=True)
     pages = interpreted(TritonTiledPages)(tiles=tiles.forward, compute_capability=80)
     with ATTENTION.using(rows), PAGED_ATTENTION.using(pages):
-        assert_equal(groups, sinks, key_tile(H))
-        kernels = packed(groups, sinks, key_tile(H))
-    for own, reference in zip(kernels, packed(groups, sinks, key_tile(H)), strict=True):
+        assert_equal(groups, sinks, key_tile(H), window)
+        kernels = packed(groups, sinks, key_tile(H), window)
+    for own, reference in zip(kernels, packed(groups, sinks, key_tile(H), window), strict=True):
         np.testing.assert_allclose(own, reference, rtol=1e-5, atol=1e-5)
 
 
@@ -154,22 +180,38 @@ def test_pages_are_read_in_the_tiles_of_packed_rows(head_dim):
     assert PAGED_ATTENTION.choose((9, 0), call).name == "tiles"
 
 
-def test_pages_in_tiles_compile(h200):
+@pytest.mark.parametrize("window", [None, repeat(128)])
+def test_pages_in_tiles_compile(window, h200):
     cache = make_pages(9, 8, 64, 128, jnp.bfloat16)
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)  # noqa: E731
     numbers = jnp.zeros(4, jnp.int32)
     arguments = jnp.zeros((4, 32, 128), jnp.bfloat16), cache, jnp.zeros((4, 8), jnp.int32), numbers, numbers
     with tracing_for((9, 0)):
         call = jax.jit(
-            lambda q, cache, tables, positions, forks: paged_attention(q, cache, tables, positions, forks=forks)
+            lambda q, cache, tables, positions, forks: paged_attention(
+                q, cache, tables, positions, forks=forks, window=window
+            )
         )
         compiled = call.lower(*jax.tree.map(shaped, arguments)).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
 
 
+def test_packed_windows_in_tiles_compile(h200):
+    segments = pack_forks([[(101, 45, 3)]], seq_len=256, tile=key_tile(64))
+    shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)  # noqa: E731
+    heads = [jnp.zeros((1, 256, n, 64), jnp.bfloat16) for n in (8, 2, 2)]
+    with tracing_for((9, 0)):
+        call = jax.jit(lambda q, k, v, segments: packed_attention(q, k, v, segments, window=128, exact=True))
+        compiled = call.lower(*jax.tree.map(shaped, (*heads, segments))).compile()
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "group", "has_sinks"), [(128, 4, False), (64, 8, True), (256, 2, False)])
-def test_kernels_give_a_query_the_same_bits_in_any_row_and_in_pages(head_dim, group, has_sinks):
+@pytest.mark.parametrize(
+    ("head_dim", "group", "has_sinks", "window"),
+    [(128, 4, False, None), (64, 8, True, None), (64, 8, True, 128), (256, 2, False, None), (256, 2, False, 100)],
+)
+def test_kernels_give_a_query_the_same_bits_in_any_row_and_in_pages(head_dim, group, has_sinks, window):
     groups = texts([(237, 145, 83), (5, 90), (700, 300, 41, 64)], group, jnp.bfloat16, head_dim)
     sinks = jnp.asarray(np.random.default_rng(2).standard_normal(K * group), jnp.float32) if has_sinks else None
-    assert_equal(groups, sinks, key_tile(head_dim))
+    assert_equal(groups, sinks, key_tile(head_dim), window)

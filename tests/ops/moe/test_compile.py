@@ -98,6 +98,7 @@ def test_mxfp4_experts_multiply_in_fp8_without_bf16_copies(compile_step):
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * ROWS + E * 3 * F * D
 
 
+@repeats_parts_of("test_saving_projections_avoids_recomputing_a_matmul")
 def test_no_array_of_copied_tokens_exists(compile_adapters):
     rows = 16_384 * 8 * 2048 * 2
     assert kernels(compile_adapters) == 15

@@ -66,11 +66,11 @@ def test_experts_multiply_by_merges_and_gradients_pass_the_rounding(kind, backen
 
     kernels = interpreted_kernels(compute_capability=80, tiles=grouped_tiles((8, 0))) if backend == "kernels" else None
     with jax.default_matmul_precision("highest"):
-        expected = jax.value_and_grad(plain, argnums=(0, 1, 2))(x, logits, adapters())
+        expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(x, logits, adapters())
         if kernels is None:
-            got = jax.value_and_grad(ours, argnums=(0, 1, 2))(x, logits, adapters())
+            got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))(x, logits, adapters())
         else:
             with GROUPED_MATMUL.using(kernels):
-                got = jax.value_and_grad(ours, argnums=(0, 1, 2))(x, logits, adapters())
+                got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))(x, logits, adapters())
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4 * float(jnp.abs(other).max()))

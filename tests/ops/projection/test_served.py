@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.ops.backend import HOPPER, tracing_for
 from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection
@@ -170,7 +171,7 @@ def test_interpreted_kernel_matches_the_reference(kind, sensitive, interpreted):
         assert_alike(merge(weight, A, up, jnp.float32), expected, weight, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4 stored"])
+@pytest.mark.parametrize("kind", ["nvfp4", repeat("mxfp4 stored")])
 def test_interpreted_kernel_merges_each_experts_adapter_and_gains(kind, interpreted):
     from jaxglue.ops.projection.served_triton import TritonMerge
 
@@ -217,7 +218,7 @@ def test_the_magnitudes_of_served_weights_train(dora):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()) + 1e-7)
 
 
-@pytest.mark.parametrize("storage", ["served_nvfp4", "served_nf4_stored"])
+@pytest.mark.parametrize("storage", ["served_nvfp4", repeat("served_nf4_stored")])
 def test_the_kernel_compiles_for_a_gpu_and_leaves_one_temporary(storage, h200):
     out, columns, tokens = 3072, 1024, 2048
 

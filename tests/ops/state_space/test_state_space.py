@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeats
+from selection import repeat, repeats
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.names import ATTENTION_OUT
@@ -69,7 +69,9 @@ def rule(request, interpreted):
     return ChunkedStateSpace(chunk=32, group=2) if request.param == "chunked" else interpreted_rule(interpreted)
 
 
-@pytest.mark.parametrize("case", repeats(ROWS, "one token each", "boundaries at chunks"))
+@pytest.mark.parametrize(
+    "case", repeats(ROWS, "one token each", "boundaries at chunks", "around chunk and convolution")
+)
 def test_chunks_equal_the_scan(case, rule):
     rows = ROWS[case]
     T = max(map(sum, rows)) + 3
@@ -173,7 +175,7 @@ def test_step_sizes_stay_within_limits():
     np.testing.assert_allclose(got, [0.001, 0.1, 0.1])
 
 
-@pytest.mark.parametrize(("saved", "count"), [(True, 12), (False, 13)])
+@pytest.mark.parametrize(("saved", "count"), [(True, 12), repeat(False, 13)])
 def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     """Both passes read decays and states, which are computed again, as is the convolution."""
     heads, T = StateHeads(16, 64, 1, 128), 512

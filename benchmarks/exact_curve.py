@@ -1,0 +1,78 @@
+"""Train the quickstart of reinforcement learning in bfloat16 with exact sampling and without, by several seeds.
+
+    python benchmarks/exact_curve.py --json benchmarks/results/exact_curve.json
+
+Both have the same prompts, random numbers and settings, those of the shipped recipe but for the dtype and the number of
+answers in a step.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import table, write_results
+
+import jaxglue
+from jaxglue.training.record import read_metrics
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+SHOWN = "reward", DIFFERENCE, "clip_ratio/region_mean"
+
+
+def train(folder: Path, seed: int, exact: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the metrics of a run by step, and its seconds."""
+    begun = time.perf_counter()
+    summary = jaxglue.train(
+        recipe="quickstart-grpo",
+        dtype="bfloat16",
+        exact_sampling=exact,
+        seed=seed,
+        generation_batch_size=args.answers,
+        steps=args.steps,
+        save_every=args.steps,
+        log_every=1,
+        output=folder / f"{exact}-{seed}",
+    )
+    assert summary is not None
+    found: dict[str, Any] = {name: [] for name in SHOWN}
+    for values in read_metrics(summary.metrics):
+        for name in SHOWN:
+            if name in values:
+                found[name].append(float(values[name]))
+    return found | {"seconds": round(time.perf_counter() - begun, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--answers", type=int, default=512, help="of a step")
+    parser.add_argument("--last", type=int, default=20, help="steps whose mean reward is compared")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    curves: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(args.seeds):
+            for exact, runs in curves.items():
+                runs.append(train(Path(name), seed, exact, args))
+    rows = []
+    for exact, runs in curves.items():
+        last = np.array([np.mean(run["reward"][-args.last :]) for run in runs])
+        row = {"exact sampling": exact, "reward, last steps": round(float(last.mean()), 4)}
+        row |= {"standard deviation": round(float(last.std(ddof=1)), 4) if len(last) > 1 else None}
+        row |= {"reward, all steps": round(float(np.mean([np.mean(run["reward"]) for run in runs])), 4)}
+        largest = max(max(run[DIFFERENCE]) for run in runs)
+        rows.append(
+            row | {"largest mean difference of a step, nats": largest, "seconds": [run["seconds"] for run in runs]}
+        )
+    print(table(rows))
+    settings = {key: str(value) for key, value in vars(args).items()}
+    if args.json:
+        write_results(args.json, {"settings": settings, "summary": rows, "curves": curves})
+
+
+if __name__ == "__main__":
+    main()
