@@ -2,11 +2,13 @@
 
     pip install textarena
     python benchmarks/agent_curve.py --json benchmarks/results/agent_curve.json --plot docs/agent_curve.png
+    python benchmarks/agent_curve.py --layers 30 --width 576 --learning-rate 1e-4  # as wide and deep as SmolLM2-135M
 
-GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses a
-fair share of the games is won by halving what is left. A Qwen3 of about 100,000 parameters with a token for each number
-first learns the form from random guesses, and then has 150 steps of DAPO on 4 games × 16 episodes. The control's
-rewards are those of other episodes of the step.
+GuessTheNumber-v0 has a number from 1 to 20 and says after each guess whether it is higher or lower; with four guesses
+three in four games are won by halving what is left. A guess that is made twice ends a game: its reward is then the
+closeness of the guess. A Qwen3 of about 100,000 parameters with a token for each number first learns the form from
+random guesses, and then has 150 steps of DAPO on 4 games × 16 episodes. The control's rewards are those of other
+episodes of the step.
 """
 
 import argparse
@@ -40,18 +42,21 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> None:
-    """Write the configuration of a tiny Qwen3, and a tokenizer of the words that matter."""
+def write_model(folder: Path, layers: int, width: int) -> None:
+    """Write the configuration of a Qwen3, and a tokenizer of the words that matter."""
     words = ["<eos>", "<pad>", "<unk>", "=", "higher", "lower", "Player", *(f"[{n}]" for n in GUESSES)]
     words += [f"<{n}>" for n in range(-len(words) % 8)]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"\[\d+\]|higher|lower|="), "removed", invert=True)
+    tokenizer.pre_tokenizer = Split(Regex(r"\[\d+\]|higher|lower|=|\b\w\b"), "removed", invert=True)
     named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": len(words)}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    head = 16 if width < 256 else 64
+    count = width // head
+    heads = {"num_attention_heads": count, "num_key_value_heads": count // (2 if count % 3 else 3), "head_dim": head}
+    shape |= {"vocab_size": len(words)}
     other = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.1}
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(kind | shape | heads | other | {"tie_word_embeddings": False}))
@@ -76,7 +81,7 @@ def write_rows(folder: Path, games: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def supervise(folder: Path, steps: int) -> None:
+def supervise(folder: Path, steps: int, width: int) -> None:
     """Learn to guess, at random."""
     jaxglue.train(
         model=str(folder / "model"),
@@ -84,7 +89,7 @@ def supervise(folder: Path, steps: int) -> None:
         method="full",
         data=(str(folder / "chats.jsonl"),),
         seq_len=1024,
-        learning_rate=3e-3,
+        learning_rate=3e-3 * 64 / width,
         steps=steps,
         output=folder / "supervised",
     )
@@ -136,13 +141,15 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         smooth = np.convolve(values, np.ones(width) / width, "valid")
         label = {"reward": "reward", "shuffled": "shuffled rewards"}[row["run"]]
         axes.plot(np.arange(width, len(values) + 1), smooth, color=color, label=label)
-    axes.set(xlabel="step", ylabel="share of games won", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="reward of a game", ylim=(0, 1))
     axes.legend(frameon=False)
     save_figure(figure, path, results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--supervised-steps", type=int, default=60)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--games", type=int, default=400)
@@ -156,9 +163,9 @@ def main() -> None:
         folder = args.folder or Path(scratch)
         if not (folder / "supervised").exists():
             (folder / "model").mkdir(parents=True)
-            write_model(folder / "model")
+            write_model(folder / "model", args.layers, args.width)
             write_rows(folder, args.games)
-            supervise(folder, args.supervised_steps)
+            supervise(folder, args.supervised_steps, args.width)
         results = []
         for name in args.runs:
             begun, change = time.perf_counter(), {"reward": rewards_of, "shuffled": shuffled}[name]

@@ -312,9 +312,9 @@ def copy_beginnings(segments: PackedSegments) -> PackedSegments:
     for b, line in enumerate(lines):
         begin = 0
         for tokens in line:
-            columns = slice(begin, begin + len(tokens))
-            rows[b, columns], starts[b, columns], ends[b, columns] = tokens, begin, columns.stop
-            begin = columns.stop
+            end = begin + len(tokens)
+            rows[b, begin:end], starts[b, begin:end], ends[b, begin:end] = tokens, begin, end
+            begin = end
         ends[b, begin:] = begin
         counts[b] = np.bincount(rows[b, :begin], minlength=T)
     places = np.full((B, segment_bucket(max(int(counts.max()), 1)), T), C)

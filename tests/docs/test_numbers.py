@@ -63,6 +63,7 @@ def drawn_from(picture):
         "leaderboard": lambda: plot_sft_step.plotted_board(read_results("leaderboard")),
         "attention": lambda: plot_attention.plotted(read_results("attention")),
         "fp8": lambda: fp8_quality.plotted(read_results("fp8_quality")),
+        "agent_curve": lambda: read_results("agent_curve"),
         "rl_curve": lambda: read_results("rl_curve")["curves"],
     }[picture]()
 
