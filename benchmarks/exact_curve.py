@@ -53,25 +53,30 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=20, help="steps whose mean reward is compared")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    settings = {key: str(value) for key, value in vars(args).items()}
     curves: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(args.seeds):
             for exact, runs in curves.items():
                 runs.append(train(Path(name), seed, exact, args))
+            rows = summary(curves, args.last)
+            print(table(rows), flush=True)
+            if args.json:
+                write_results(args.json, {"settings": settings, "summary": rows, "curves": curves})
+
+
+def summary(curves: dict[str, list[dict[str, Any]]], last: int) -> list[dict[str, Any]]:
+    """Return a row for exact sampling and one for sampling that is near."""
     rows = []
     for exact, runs in curves.items():
-        last = np.array([np.mean(run["reward"][-args.last :]) for run in runs])
-        row = {"exact sampling": exact, "reward, last steps": round(float(last.mean()), 4)}
-        row |= {"standard deviation": round(float(last.std(ddof=1)), 4) if len(last) > 1 else None}
+        ends = np.array([np.mean(run["reward"][-last:]) for run in runs])
+        row = {"exact sampling": exact, "seeds": len(runs), "reward, last steps": round(float(ends.mean()), 4)}
+        row |= {"standard deviation": round(float(ends.std(ddof=1)), 4) if len(ends) > 1 else None}
         row |= {"reward, all steps": round(float(np.mean([np.mean(run["reward"]) for run in runs])), 4)}
         largest = max(max(run[DIFFERENCE]) for run in runs)
-        rows.append(
-            row | {"largest mean difference of a step, nats": largest, "seconds": [run["seconds"] for run in runs]}
-        )
-    print(table(rows))
-    settings = {key: str(value) for key, value in vars(args).items()}
-    if args.json:
-        write_results(args.json, {"settings": settings, "summary": rows, "curves": curves})
+        row |= {"largest mean difference of a step, nats": largest, "seconds": [run["seconds"] for run in runs]}
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -180,7 +180,10 @@ def trained_log_probs(
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
     """
     spec, ones = _spec(x, weight, None, backend, softcap=softcap, exact=True), jnp.ones(len(targets), jnp.float32)
-    return -spec.losses_of(x, extend(weight, None, x.dtype), products, targets, ones)
+    w = extend(weight, None, x.dtype)
+    # Kernels are compiled for the width of training's logits: another one's lanes would be added in another order.
+    logits = jnp.pad(products, ((0, 0), (0, len(w) - products.shape[1])))
+    return -spec.losses_of(x, w, logits, targets, ones)
 
 
 def linear_scores(
