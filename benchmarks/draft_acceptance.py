@@ -31,7 +31,7 @@ from jaxglue.models.draft import DRAFTS, build_draft, parameter_name
 from jaxglue.models.parameters import flatten_names, split_model
 
 HYBRID = {
-    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 4},
+    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
 }
 
@@ -40,6 +40,7 @@ def write_base(folder: Path, layers: int, width: int) -> None:
     """Write a hybrid with random weights and a draft head."""
     write_model(folder, layers, width)
     heads = {"linear_num_key_heads": width // 128, "linear_num_value_heads": width // 64}
+    heads["full_attention_interval"] = min(4, layers)
     described = folder / "config.json"
     described.write_text(json.dumps(json.loads(described.read_text()) | HYBRID | heads))
     config = config_from_hf(read_config(folder))
@@ -50,15 +51,14 @@ def write_base(folder: Path, layers: int, width: int) -> None:
     save_file({name: np.asarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
 
 
-def write_rows(path: Path, folder: Path, pattern: str, megabytes: float) -> None:
-    """Write the text files of a folder as rows, in an order of their own, up to a size."""
-    files, size, rows = sorted(folder.rglob(pattern)), 0, list[str]()
+def write_rows(path: Path, folder: Path, pattern: str, megabytes: float, length: int) -> None:
+    """Write parts of a length of a folder's text files as rows, in an order of their own, up to a size."""
+    files, rows = sorted(folder.rglob(pattern)), list[str]()
     for index in np.random.default_rng(0).permutation(len(files)).tolist():
         text = files[index].read_text(encoding="utf-8", errors="ignore")
-        if len(text) > 1000 and size < megabytes * 1e6:
-            rows.append(json.dumps({"text": text}) + "\n")
-            size += len(text)
-    path.write_text("".join(rows))
+        parts = [text[begin : begin + length] for begin in range(0, len(text) - length, length)]
+        rows += [json.dumps({"text": part}) + "\n" for part in parts if part.isascii()]
+    path.write_text("".join(rows[: int(megabytes * 1e6 / length)]))
 
 
 def train(model: Path, data: Path, output: Path, steps: int, *flags: str) -> dict:
@@ -92,8 +92,9 @@ def main() -> None:
     scratch, begun, last = args.scratch, time.monotonic(), 0.0
     (scratch / "start").mkdir(parents=True, exist_ok=True)
     write_base(scratch / "start", args.layers, args.width)
-    write_rows(scratch / "python.jsonl", Path(sysconfig.get_paths()["stdlib"]), "*.py", args.megabytes)
-    write_rows(scratch / "documentation.jsonl", Path(__file__).parents[1] / "docs", "*.md", args.megabytes)
+    sizes = args.megabytes, args.seq_len - 1
+    write_rows(scratch / "python.jsonl", Path(sysconfig.get_paths()["stdlib"]), "*.py", *sizes)
+    write_rows(scratch / "documentation.jsonl", Path(__file__).parents[1] / "docs", "*.md", *sizes)
     rows = ["--seq-len", str(args.seq_len), "--batch-size", str(args.batch_size)]
     base = train(
         *(scratch / "start", scratch / "python.jsonl", scratch / "base", args.steps),
