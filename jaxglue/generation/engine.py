@@ -452,6 +452,8 @@ class DecodeBatch:
         self._under_way, self._vocabulary = deque[_Window](), vocabulary
         self._received: float | None = None
         """When the results of a window came whose successor was under way."""
+        self._latest: WindowSizes | None = None
+        """Programs of the windows that decode now."""
         _OPEN.add(self)
 
     @property
@@ -474,11 +476,11 @@ class DecodeBatch:
         self._scheduler.release(sequence)
 
     def interrupt(self, sequence: Sequence) -> bool:
-        """Take an answer's slot for others, until it is added again; return whether it has one to give.
+        """Take an answer's slot, or its place among those that wait for one, for others; return whether it gives it.
 
-        Its tokens of a window under way still come, before which it must not be added.
+        It goes on once it is added again, and not before its tokens of a window under way have come.
         """
-        if sequence.slot is None or sequence.ends_under_way or sequence.matcher:
+        if sequence.ends_under_way or sequence.matcher:
             return False
         self._scheduler.interrupt(sequence)
         return True
@@ -519,7 +521,7 @@ class DecodeBatch:
 
     def widest(self, count: int, *, as_fast: bool) -> int:
         """Return to how many answers a window is best filled up; arguments as of `WindowSizes.widest`."""
-        return self._sizes_of(self._kind.features, self._pace.usual).widest(count, as_fast=as_fast)
+        return self._plan.slots if self._latest is None else self._latest.widest(count, as_fast=as_fast)
 
     def _dispatch(self, work: SchedulerOutput) -> "_Window":
         """Start the prefill and the window; return it with its results to come."""
@@ -562,6 +564,7 @@ class DecodeBatch:
             self._compile_beside(sizes, features, drafts, arguments[-1])
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
+        self._latest = sizes
         return _Window(work, sampled, size, sizes)
 
     def _move_pages(self, work: SchedulerOutput) -> None:

@@ -350,8 +350,11 @@ class Scheduler:
             self._outside += held.copy.count
 
     def interrupt(self, sequence: Sequence) -> None:
-        """Take slot and pages of an answer that runs; it goes on once it is added again, if no window has it."""
-        self._leave(sequence)
+        """Take slot and pages of an answer, or its place in the queue; it goes on once it is added again."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._leave(sequence)
 
     @property
     def cache_use(self) -> float:

@@ -39,9 +39,14 @@ class WindowSizes:
         self._asked, self._under_way = False, list[Future]()
         self._times = dict[int, tuple[float, float]]()
         """Seconds of a window of each size, and when they were known."""
+        self._begun = set[int]()
+        """Sizes of which a window was timed, whose first one may take longer."""
 
     def note(self, size: int, seconds: float) -> None:
         """Note what a window of this size took."""
+        if size not in self._begun:
+            self._begun.add(size)
+            return
         before = self._time(size)
         mean = seconds if before is None else before + _LATEST * (seconds - before)
         self._times[size] = mean, monotonic()
@@ -57,13 +62,14 @@ class WindowSizes:
         Args:
             count: answers that decode in any case.
             as_fast: up to the size whose windows take about as long; otherwise up to that from which larger ones hardly
-                give more tokens a second. Sizes whose times are not known may be filled, so that they become known.
+                give more tokens a second. The first size of which that is not known may be filled, so that it becomes
+                known, and none beyond.
         """
         sizes = self._for(count)
         for smaller, larger in pairwise(sizes):
             least, time = self._time(sizes[0] if as_fast else smaller), self._time(larger)
             if least is None or time is None:
-                continue
+                return larger
             if time > least * (_SLOWER if as_fast else larger / smaller / _GAIN):
                 return smaller
         return self._slots

@@ -247,14 +247,18 @@ class Service:
     def _fill(self) -> None:
         """Give slots to answers of the owners that have the fewest, and never all slots to one.
 
-        Where none is free, owners that have more than one that waits give up their last ones, which wait again.
+        Where none is free, owners that have more than one that waits give up their last ones, which wait again: an
+        owner's first answer waits behind none of them.
         """
         running = Counter(ticket.owner for ticket, _ in self._running.values())
         while ready := [owner for owner, answers in self._waiting.items() if not answers[0][1].windows]:
             owner = min(ready, key=running.__getitem__)
             if running[owner] >= self._most_of_one:
                 return
-            if self._batch.free_slots <= -_AHEAD and not self._interrupt_one(running, running[owner] + 1):
+            enough = -_AHEAD if running[owner] else 0
+            while self._batch.free_slots <= enough and self._interrupt_one(running, running[owner] + 1):
+                pass
+            if self._batch.free_slots <= -_AHEAD:
                 return
             running[owner] += self._begin(owner)
 
@@ -303,9 +307,9 @@ class Service:
     def _resting(self) -> set[Sequence]:
         """Return the answers that let a window go by.
 
-        An owner's first one never does. Further ones fill up windows: where some owner has a single answer, to a size
-        that takes about as long; else to that from which larger ones hardly give more tokens a second. Those that have
-        fewer tokens go first.
+        An owner's first one never does. Further ones fill up windows: beside other owners, to a size that takes about
+        as long; else to that from which larger ones hardly give more tokens a second. Those that have fewer tokens go
+        first.
         """
         firsts, further = dict[Hashable, Sequence](), list[Sequence]()
         for ticket, answer in self._running.values():
@@ -313,8 +317,7 @@ class Service:
                 further.append(answer)
         if not further:
             return set()
-        several = {self._running[id(answer)][0].owner for answer in further}
-        room = self._batch.widest(len(firsts), as_fast=len(several) < len(firsts)) - len(firsts)
+        room = self._batch.widest(len(firsts), as_fast=len(firsts) > 1) - len(firsts)
         further.sort(key=lambda answer: answer.reach - len(answer.request.prompt))
         return set(further[max(room, 0) :])
 

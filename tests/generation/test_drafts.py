@@ -125,18 +125,23 @@ def test_frequent_words_are_those_of_the_texts_and_then_the_first(monkeypatch, t
 class Alternating(DraftRule):
     """A rule that has its own way."""
 
+    turns = 2, 0
+
     def choose(self, *_):
-        self.turn = (getattr(self, "turn", -1) + 1) % 2
-        return DraftChoice((2, 0)[self.turn], "by turns")
+        self.turn = (getattr(self, "turn", -1) + 1) % len(self.turns)
+        return DraftChoice(self.turns[self.turn], "by turns")
 
 
-@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID), repeat(MAMBA)])
-def test_the_number_of_drafts_may_change_with_each_window(family, tiny_model, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "turns"), [(EXPERTS, (2, 0)), repeat(HYBRID, (2, 0, 1, 3)), repeat(MAMBA, (2, 0, 1, 3))]
+)
+def test_the_number_of_drafts_may_change_with_each_window(family, turns, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
     asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests()]
     expected = answers(Engine(*model, dtype=jnp.float32), trees, asked, slots=3)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2, auto=True))
+    monkeypatch.setattr(Alternating, "turns", turns)
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, max(turns), auto=True))
     check_equal(answers(engine, drafted, asked, slots=3), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
