@@ -324,7 +324,7 @@ def architectures(folder: Path) -> Callable[[random.Random], Case]:
                 [{"rope_type": "nonsense"}, 7, ["yarn"], {"rope_type": "linear", "factor": "x"}, {"rope_type": 3}]
             )
         elif how == "activation":
-            names = [key for key in ("hidden_act", "hidden_activation") if key in table] or ["hidden_act"]
+            names = [key for key in table if key.endswith(("hidden_act", "hidden_activation"))] or ["hidden_act"]
             for key in names:
                 table[key] = rng.choice(["nonsense", 7, ["silu"], {"silu": 1}])
         data = damaged(rng, json.dumps(config)) if how == "bytes" else json.dumps(config).encode()

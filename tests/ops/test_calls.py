@@ -18,6 +18,7 @@ from jaxglue.ops.delta_rule import DELTA_ROWS, DELTA_RULE, DELTA_STEP, DeltaCall
 from jaxglue.ops.gated_mlp import GATED_MLP, GatedCall, GatedParts
 from jaxglue.ops.gated_mlp.fp8 import GATE_FP8, GateCall
 from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, SwigluCall
+from jaxglue.ops.kda import KDA, KDACall
 from jaxglue.ops.moe import (
     CHOOSE,
     FEW_ROWS_EXPERTS,
@@ -88,6 +89,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     (ADAM, "triton", AdamCall(adam=AdamW(beta1=0.9, beta2=0.99, epsilon=0.0, weight_decay=0.0, moments="float32"))),
     *((ATTENTION, name, AttentionCall(dtype=HALF, head_dim=64, **ATTENDED)) for name in ATTENTION.backends),
     (CROSS_ENTROPY, "triton", CrossEntropyCall(dtype=HALF, vocab_size=128)),
+    *((KDA, name, KDACall(dtype=HALF, key_dim=64, value_dim=64)) for name in KDA.backends),
     *((DELTA_RULE, name, DeltaCall(dtype=HALF, key_dim=64, value_dim=64)) for name in DELTA_RULE.backends),
     (DELTA_ROWS, "triton", DeltaRowsCall(dtype=HALF)),
     (SHORT_CONVOLUTION, "triton", ShortConvolutionCall(dtype=HALF, taps=3)),
