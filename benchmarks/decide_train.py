@@ -30,7 +30,7 @@ QUESTIONS = {
     "kind": {"type": "choice", "instructions": "Which kind?", "criteria": {"bill": None, "order": None, "other": None}},
 }
 PUBLISHED_TOKENS, PUBLISHED_HOURS = 183e6, 2.5
-"""Of a model of two billion parameters on a GH200."""
+"""Published for a model of two billion parameters on a GH200."""
 _WORDS = ("three", "plus", "seven", "what", "is", "order", "of", "the", "red", "cups")
 
 

@@ -91,7 +91,7 @@ class Row:
 _ALL = "device", "offload", "none"
 """All kinds of checkpointing: what takes most memory last, what leaves pinned memory to the process not first."""
 _GRANITE_4 = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"
-"""What Unsloth adapts: neither experts, nor `out_proj`, whose adapter mamba-ssm's kernel ignores."""
+"""Linear layers that Unsloth adapts: neither experts, nor `out_proj`, whose adapter mamba-ssm's kernel ignores."""
 _SMALL: dict[str, Any] = {
     "tokens": 2048,
     "checkpointing": ("none", "device", "offload"),

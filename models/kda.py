@@ -35,7 +35,7 @@ class KDAConfig(Mixer):
 
     num_heads: int
     head_dim: int
-    """Of queries, keys and values."""
+    """Dimensions of a head's queries, keys and values."""
     conv_width: int
     """Tokens of the convolution before it."""
     least: float | None = None

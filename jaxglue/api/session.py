@@ -76,9 +76,9 @@ class TokenLosses(NamedTuple):
     losses: list[float]
     """Sum over the tokens of each."""
     log_probs: list[Float[np.ndarray, " T"]]
-    """Of each one's targets."""
+    """Log-probabilities of each one's targets."""
     gradients: Params | None
-    """Of the sum of all; None where they were not asked for."""
+    """Gradients of the sum of all losses; None where they were not asked for."""
 
 
 class Session:

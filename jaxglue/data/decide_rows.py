@@ -45,7 +45,7 @@ class DecisionEncoder(UnitEncoder):
         self.tokens = Labels.of(tokenizer, self.frame.tail, has_template=self.frame.has_template)
         """The tokens that answer."""
         self.labels = self.tokens if rows is None else self.tokens.as_rows(rows)
-        """What answers: these, or rows of a head."""
+        """Labels that answer: these tokens, or rows of a head."""
 
     @property
     def before(self) -> str:

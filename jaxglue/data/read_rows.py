@@ -165,7 +165,6 @@ class UnitEncoder:
             np.concatenate(masks),
             np.array(lengths, np.int32),
             {name: np.array(values, np.float32) for name, values in columns.items()},
-            findings={},  # which processes send
             images=None if self.images is None else ImageRecords.of([list(unit.images) for unit in units]),
         )
 

@@ -175,8 +175,8 @@ def prepare_kernel(qkv, g, beta, starts, factors, inverses, scores, spec: tl.con
 
 
 @triton.jit
-def _part(spec: tl.constexpr):
-    """Return (row, value head, first of its columns) of a program; grid (N · V / columns, chunks, B)."""
+def part_of_columns(spec: tl.constexpr):
+    """Return (row, head of values, first of its columns) of a program; grid (N · V / columns, chunks, B)."""
     PARTS: tl.constexpr = spec.V // spec.columns
     return tl.program_id(2).to(tl.int64), tl.program_id(0) // PARTS, (tl.program_id(0) % PARTS) * spec.columns
 
@@ -203,7 +203,7 @@ def state_kernel(qkv, starts, ends, factors, inverses, updates, states, spec: tl
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk = tl.program_id(1)
     before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = before == chunk * C
@@ -257,7 +257,7 @@ def output_kernel(qkv, starts, factors, scores, updates, states, out, spec: tl.c
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk = tl.program_id(1)
     order, keys, values = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
     tokens = chunk * C + order
@@ -283,7 +283,7 @@ def state_gradient_kernel(qkv, starts, ends, factors, inverses, scores, dout, dq
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
     N: tl.constexpr = spec.K * spec.G
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk = spec.chunks - 1 - tl.program_id(1)
     before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = behind == (chunk + 1) * C

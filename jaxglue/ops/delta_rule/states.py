@@ -1,12 +1,12 @@
 """States that outlast a pass: those behind packed documents, and a token's step from one to the next."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads, normalize
 from jaxglue.ops.segments import PackedSegments
@@ -58,6 +58,34 @@ def last_inputs(x: Float[Array, "B T C"], segments: PackedSegments, count: int) 
     return jax.vmap(of_row)(x, jnp.asarray(segments.cu_seqlens))
 
 
+class LastChunks(NamedTuple):
+    """Chunks in which documents of a row end."""
+
+    tokens: Int[Array, "S C"]
+    weights: Float[Array, "S C *of"]
+    """Decays from each token to its document's end; 0 outside of the document."""
+    decay: Float[Array, "S *of"]
+    """From the chunk's beginning to the document's end."""
+    before: Int[Array, " S"]
+    """The chunk's number."""
+    is_carried: Bool[Array, " S"]
+    """The document has begun before it."""
+
+
+def last_chunks(g: Float[Array, "T *of"], bounds: Int[Array, " S+1"], chunk: int) -> LastChunks:
+    """Return the last chunk of each document of a row, with decays of the logarithms g, of heads or of channels."""
+    begins, last = bounds[:-1], jnp.maximum(bounds[1:] - 1, 0)
+    first = last // chunk * chunk
+    tokens = first[:, None] + jnp.arange(chunk)
+    inside = (tokens >= begins[:, None]) & (tokens <= last[:, None])
+    tokens = jnp.minimum(tokens, len(g) - 1)
+    of = tuple(range(2, g.ndim + 1))
+    logs = jnp.where(jnp.expand_dims(tokens <= last[:, None], of), g[tokens], 0.0)
+    later = jnp.flip(jnp.cumsum(jnp.flip(logs, 1), 1), 1) - logs  # of the tokens behind each
+    weights = jnp.where(jnp.expand_dims(inside, of), jnp.exp(later), 0.0)
+    return LastChunks(tokens, weights, jnp.exp(logs.sum(1)), first // chunk, begins < first)
+
+
 def last_states(
     k: Float[Array, "B T K H"],
     g: Float[Array, "B T N"],
@@ -78,20 +106,13 @@ def last_states(
     """
 
     def of_row(k, g, updates, states, bounds):
-        begins, last = bounds[:-1], jnp.maximum(bounds[1:] - 1, 0)
-        first = last // chunk * chunk
-        tokens = first[:, None] + jnp.arange(chunk)
-        inside = (tokens >= begins[:, None]) & (tokens <= last[:, None])
-        tokens = jnp.minimum(tokens, len(g) - 1)
-        logs = jnp.where((tokens <= last[:, None])[..., None], g[tokens], 0.0)
-        later = jnp.flip(jnp.cumsum(jnp.flip(logs, 1), 1), 1) - logs  # of the tokens behind each
-        weights = jnp.where(inside[..., None], jnp.exp(later), 0.0)
+        tokens, weights, decay, before, is_carried = last_chunks(g, bounds, chunk)
         K, N = k.shape[1], updates.shape[1]
         added = (weights[..., None] * updates[tokens].astype(jnp.float32)).reshape(*tokens.shape, K, N // K, -1)
         total = jnp.einsum("sckh,sckgv->skghv", k[tokens], added, precision=lax.Precision.HIGHEST)
-        total = total.reshape(len(begins), N, *total.shape[3:])
-        decayed = jnp.exp(logs.sum(1))[..., None, None] * states[first // chunk].astype(jnp.float32)
-        return total + jnp.where((begins < first)[:, None, None, None], decayed, 0.0)
+        total = total.reshape(len(tokens), N, *total.shape[3:])
+        decayed = decay[..., None, None] * states[before].astype(jnp.float32)
+        return total + jnp.where(is_carried[:, None, None, None], decayed, 0.0)
 
     return jax.vmap(of_row)(k, g, updates, states, jnp.asarray(segments.cu_seqlens))
 

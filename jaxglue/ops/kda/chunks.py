@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads, normalize
 from jaxglue.ops.segments import PackedSegments
@@ -27,6 +27,19 @@ BLOCK = 16
 """Tokens of a chunk's blocks."""
 GROUP = 4
 """Chunks whose matmuls run at once; the backward pass computes a group again from its first state."""
+
+
+def in_groups(x: Shaped[Array, "B T ..."], chunk: int, group: int) -> Shaped[Array, "groups B chunks ..."]:
+    """Return tokens by chunks of groups, filled up with zeros, [groups, B, chunks, …, C, …]; heads before tokens."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % (group * chunk))] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(len(x), -1, group, chunk, *x.shape[2:]).swapaxes(0, 1)
+    return x if x.ndim == 4 else x.swapaxes(3, 4)
+
+
+def begun_before(segments: PackedSegments, chunk: int) -> Bool[Array, "B T"]:
+    """Return whether a token's document has begun before its chunk."""
+    offsets = jnp.arange(segments.positions.shape[1]) % chunk
+    return (segments.segment_ids > 0) & (segments.positions > offsets)
 
 
 @dataclass(frozen=True)
@@ -50,18 +63,8 @@ class ChunkedKDA:
     def _compute(self, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads, *, with_states: bool) -> Any:
         q, k, v = heads.split(qkv)
         B, T, N, V = v.shape
-        group = min(self.group, -(-T // self.chunk))
-        groups = -(-T // (group * self.chunk))
-
-        def split(x):
-            """Return [groups, B, chunks, …, C, …] of [B, T, …], filled up with zeros; heads before the tokens."""
-            x = jnp.pad(x, [(0, 0), (0, groups * group * self.chunk - T)] + [(0, 0)] * (x.ndim - 2))
-            x = x.reshape(B, groups, group, self.chunk, *x.shape[2:]).swapaxes(0, 1)
-            return x if x.ndim == 4 else x.swapaxes(3, 4)
-
-        ids = split(segments.segment_ids)
-        offsets = split(jnp.broadcast_to(jnp.arange(T) % self.chunk, (B, T)))
-        carried = (ids > 0) & (split(segments.positions) > offsets)
+        split = partial(in_groups, chunk=self.chunk, group=min(self.group, -(-T // self.chunk)))
+        ids, carried = split(segments.segment_ids), split(begun_before(segments, self.chunk))
         beta = jnp.where(segments.segment_ids[..., None] > 0, beta.astype(jnp.float32), 0.0)
         empty = jnp.zeros((B, N, heads.key_dim, V), jnp.float32)
         precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -69,12 +72,12 @@ class ChunkedKDA:
         _, (out, *others) = lax.scan(body, empty, (*map(split, (q, k, v, g, beta)), ids, carried))
 
         def joined(x):
-            return x.swapaxes(3, 4).swapaxes(0, 1).reshape(B, groups * group * self.chunk, N, V)[:, :T]
+            return x.swapaxes(3, 4).swapaxes(0, 1).reshape(B, -1, N, V)[:, :T]
 
         if not with_states:
             return (joined(out).astype(v.dtype),)
         updates, states = others
-        states = states.swapaxes(0, 1).reshape(B, groups * group, *states.shape[3:])
+        states = states.swapaxes(0, 1).reshape(B, -1, *states.shape[3:])
         return joined(out).astype(v.dtype), joined(updates), states
 
 
@@ -102,7 +105,7 @@ def _group(state, arrays, *, block: int, precision, with_states: bool) -> tuple[
 
 
 class ChunkParts(NamedTuple):
-    """What a chunk's tokens are to each other and to its state, in float32; 0 where another document lies between."""
+    """Factors between a chunk's tokens, and of these with its state, in float32; 0 across another document."""
 
     asked: Float[Array, "... C H"]
     """Queries, decayed from the chunk's beginning."""
@@ -113,9 +116,9 @@ class ChunkParts(NamedTuple):
     kept: Float[Array, "... H"]
     """Decays from the chunk's beginning to its end."""
     scores: Float[Array, "... C C"]
-    """Of queries and keys, on and below the diagonal."""
+    """Products of queries and keys, on and below the diagonal."""
     similar: Float[Array, "... C C"]
-    """Of keys and keys, below it."""
+    """Products of keys with keys, below it."""
 
 
 def chunk_parts(q, k, g, ids, carried, block: int, precision) -> ChunkParts:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from jaxglue.ops.delta_rule.kernels import crossing_bounds, unit_inverse
+from jaxglue.ops.delta_rule.kernels import crossing_bounds, part_of_columns, unit_inverse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,6 @@ class KDAKernelSpec:
     def chunks(self) -> int:
         """Return the chunks of a row."""
         return self.T // self.chunk
-
-
-@triton.jit
-def _part(spec: tl.constexpr):
-    """Return (row, head, first of its columns) of a program; grid (N · V / columns, chunks, B)."""
-    PARTS: tl.constexpr = spec.V // spec.columns
-    return tl.program_id(2).to(tl.int64), tl.program_id(0) // PARTS, (tl.program_id(0) % PARTS) * spec.columns
 
 
 @triton.jit
@@ -79,7 +72,7 @@ def state_kernel(read, written, values, beta, inverses, kept, starts, ends, upda
     """
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk = tl.program_id(1)
     before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = before == chunk * C
@@ -124,7 +117,7 @@ def output_kernel(asked, scores, updates, states, starts, out, spec: tl.constexp
     """Compute one chunk's outputs; grid (N · V / columns, chunks, B)."""
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk, head = tl.program_id(1), row * spec.N + n
     order, keys, own = tl.arange(0, C), tl.arange(0, spec.H), column + tl.arange(0, spec.columns)
     tokens = chunk * C + order
@@ -149,7 +142,7 @@ def state_gradient_kernel(
     """
     T: tl.constexpr = spec.T
     C: tl.constexpr = spec.chunk
-    row, n, column = _part(spec)
+    row, n, column = part_of_columns(spec)
     chunk = spec.chunks - 1 - tl.program_id(1)
     before, behind = crossing_bounds(starts, row, chunk, spec)
     owned = behind == (chunk + 1) * C

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads, normalize
+from jaxglue.ops.delta_rule.states import last_chunks
 from jaxglue.ops.segments import PackedSegments
 
 
@@ -20,17 +21,11 @@ def last_states(
     """Return the state behind each document in float32, as the delta rule's `last_states` by decays of channels."""
 
     def of_row(k, g, updates, states, bounds):
-        begins, last = bounds[:-1], jnp.maximum(bounds[1:] - 1, 0)
-        first = last // chunk * chunk
-        tokens = first[:, None] + jnp.arange(chunk)
-        inside = (tokens >= begins[:, None]) & (tokens <= last[:, None])
-        tokens = jnp.minimum(tokens, len(g) - 1)
-        logs = jnp.where((tokens <= last[:, None])[..., None, None], g[tokens], 0.0)
-        later = jnp.flip(jnp.cumsum(jnp.flip(logs, 1), 1), 1) - logs  # of the tokens behind each
-        keys = jnp.where(inside[..., None, None], jnp.exp(later) * k[tokens], 0.0)
+        tokens, weights, decay, before, is_carried = last_chunks(g, bounds, chunk)
+        keys = jnp.where(weights > 0, weights * k[tokens], 0.0)
         total = jnp.einsum("scnh,scnv->snhv", keys, updates[tokens], precision=lax.Precision.HIGHEST)
-        decayed = jnp.exp(logs.sum(1))[..., None] * states[first // chunk]
-        return total + jnp.where((begins < first)[:, None, None, None], decayed, 0.0)
+        decayed = decay[..., None] * states[before]
+        return total + jnp.where(is_carried[:, None, None, None], decayed, 0.0)
 
     return jax.vmap(of_row)(k, g, updates, states, jnp.asarray(segments.cu_seqlens))
 

@@ -8,13 +8,13 @@ import jax
 from jaxglue.ops.delta_rule.triton import DeltaKernelTiles
 from jaxglue.ops.kda import kernels
 from jaxglue.ops.kda.kernels import KDAKernelSpec
-from jaxglue.ops.kda.vjp import Parts
+from jaxglue.ops.kda.vjp import KernelParts
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, dot_precision, shape_dtype_of
 
 
 class _Followed(NamedTuple):
-    """What the backward pass reads."""
+    """Values that the backward pass reads."""
 
     inverses: jax.Array
     updates: jax.Array
@@ -32,7 +32,7 @@ class TritonKDA(Launcher):
     gradient: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(num_warps=8))
     chunk: int = 64
 
-    def forward(self, parts: Parts, values, starts, ends, *, dtype=None) -> tuple[jax.Array, _Followed]:
+    def forward(self, parts: KernelParts, values, starts, ends, *, dtype=None) -> tuple[jax.Array, _Followed]:
         """See `KDABackend`."""
         spec, (B, T, N, V) = self._spec(parts, values), values.shape
         square = jax.ShapeDtypeStruct((B, N, T, spec.chunk), values.dtype)
@@ -46,7 +46,7 @@ class TritonKDA(Launcher):
         (out,) = self._run(kernels.output_kernel, arrays, (shape_dtype_of(values),), self.output, spec, flops)
         return out, _Followed(inverses, updates, states)
 
-    def backward(self, parts: Parts, kept: _Followed, starts, ends, dout) -> tuple[Parts, jax.Array]:
+    def backward(self, parts: KernelParts, kept: _Followed, starts, ends, dout) -> tuple[KernelParts, jax.Array]:
         """See `KDABackend`."""
         spec = self._spec(parts, dout)
         flops = spec.V * (3 * spec.H + 2 * spec.chunk)
@@ -57,9 +57,9 @@ class TritonKDA(Launcher):
         arrays = parts.beta, kept.updates, kept.states, dstates, dout, dvalues, starts
         like = tuple(map(shape_dtype_of, parts))
         gradients = self._run(kernels.gradient_kernel, arrays, like, self.gradient, spec, flops, whole=True)
-        return Parts(*gradients), dvalues
+        return KernelParts(*gradients), dvalues
 
-    def _spec(self, parts: Parts, values) -> KDAKernelSpec:
+    def _spec(self, parts: KernelParts, values) -> KDAKernelSpec:
         _, T, N, V = values.shape
         H, precision = parts.asked.shape[-1], dot_precision(values.dtype)
         return KDAKernelSpec(T=T, N=N, H=H, V=V, precision=precision, chunk=self.chunk)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.delta_rule.reference import DeltaHeads
-from jaxglue.ops.kda.chunks import BLOCK, GROUP, chunk_parts
+from jaxglue.ops.kda.chunks import BLOCK, GROUP, begun_before, chunk_parts, in_groups
 from jaxglue.ops.segments import PackedSegments
 
 _ROUNDED = "asked", "read", "written", "scores"
@@ -18,7 +18,7 @@ _LEAST_STEP = 1e-12
 """β of real tokens at least: its gradient is that of u over it. No output changes by it."""
 
 
-class Parts(NamedTuple):
+class KernelParts(NamedTuple):
     """Parts of chunks, see `chunks.ChunkParts`, and β, in the layout of `kernels.py`."""
 
     asked: Float[Array, "B N T H"]
@@ -35,23 +35,23 @@ class KDABackend(Protocol):
 
     chunk: int
 
-    def forward(self, parts: Parts, values, starts, ends, *, dtype=None) -> tuple[Array, Any]:
+    def forward(self, parts: KernelParts, values, starts, ends, *, dtype=None) -> tuple[Array, Any]:
         """Return (outputs [B, T, N, V], what the backward pass reads: inverses, u and states, in dtype)."""
 
-    def backward(self, parts: Parts, kept: Any, starts, ends, dout) -> tuple[Parts, Array]:
+    def backward(self, parts: KernelParts, kept: Any, starts, ends, dout) -> tuple[KernelParts, Array]:
         """Return the gradients to parts and values."""
 
 
-class Rows(NamedTuple):
+class KernelRows(NamedTuple):
     """Rows with a whole number of chunks: their parts, values, and documents' bounds."""
 
-    parts: Parts
+    parts: KernelParts
     values: Float[Array, "B T N V"]
     starts: Any
     ends: Any
 
 
-def chunked_rows(kernels: KDABackend, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> Rows:
+def chunked_rows(kernels: KDABackend, qkv, g, beta, segments: PackedSegments, heads: DeltaHeads) -> KernelRows:
     """Return the parts of all chunks, a few at a time; the backward pass computes them again."""
     B, T, _ = qkv.shape
     group = min(GROUP, -(-T // kernels.chunk))
@@ -60,14 +60,7 @@ def chunked_rows(kernels: KDABackend, qkv, g, beta, segments: PackedSegments, he
     step = jnp.maximum(beta.astype(jnp.float32), _LEAST_STEP)
     step = jnp.where(segments.segment_ids[..., None] > 0, step, 0.0)
     q, k, v = heads.split(qkv)
-
-    def split(x):
-        """Return [groups, B, chunks, …, C, …] of [B, T, …]; heads before the tokens."""
-        x = extended(x).reshape(B, -1, group, kernels.chunk, *x.shape[2:]).swapaxes(0, 1)
-        return x if x.ndim == 4 else x.swapaxes(3, 4)
-
-    offsets = jnp.broadcast_to(jnp.arange(T) % kernels.chunk, (B, T))
-    carried = (segments.segment_ids > 0) & (segments.positions > offsets)
+    split, carried = partial(in_groups, chunk=kernels.chunk, group=group), begun_before(segments, kernels.chunk)
     precision = lax.Precision.HIGHEST if qkv.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     @jax.checkpoint
@@ -91,7 +84,9 @@ def chunked_rows(kernels: KDABackend, qkv, g, beta, segments: PackedSegments, he
     }
     kept = joined(parts.kept).reshape(B, heads.values, whole // kernels.chunk, -1)
     starts, ends = (_extended(jnp.asarray(x), whole, fill=whole) for x in (segments.starts, segments.ends))
-    return Rows(Parts(**of_tokens, kept=kept, beta=extended(step).swapaxes(1, 2)), extended(v), starts, ends)
+    return KernelRows(
+        KernelParts(**of_tokens, kept=kept, beta=extended(step).swapaxes(1, 2)), extended(v), starts, ends
+    )
 
 
 def _extended(x, length: int, fill=0):
@@ -107,7 +102,7 @@ def kernel_kda(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _follow(kernels: KDABackend, parts: Parts, values, starts, ends) -> Float[Array, "B T N V"]:
+def _follow(kernels: KDABackend, parts: KernelParts, values, starts, ends) -> Float[Array, "B T N V"]:
     return kernels.forward(parts, values, starts, ends)[0]
 
 
