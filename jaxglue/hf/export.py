@@ -63,7 +63,7 @@ def save_model(
     """
     tensors = {**_read_buffers(base, dtype), **tensors}
     layout = checkpoint_layout({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
-    wide = _wide_tensors(base)
+    wide = wide_tensors(base)
 
     def dtype_of(name: str) -> DTypeLike:
         parameter, _ = layout[name]
@@ -98,7 +98,7 @@ def save_model(
         write_shards(temporary, *stored_form(base, specs, read, others), MAX_SHARD_BYTES, progress)
 
 
-def _wide_tensors(base: str | Path) -> set[str]:
+def wide_tensors(base: str | Path) -> set[str]:
     """Return the names of float32 tensors in a folder that has others in 16 bits; of one without weights, buffers."""
     if not has_weights(Path(base)):
         return {*buffers(abstract_model(config_from_hf(read_config(base))))}

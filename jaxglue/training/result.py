@@ -19,7 +19,7 @@ from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.draft import DRAFT_FILE, frequent_tokens, write_draft, write_draft_tokens
-from jaxglue.hf.export import describe_classifier, on_host, save_model
+from jaxglue.hf.export import describe_classifier, on_host, save_model, wide_tensors
 from jaxglue.hf.export_check import (
     ROWS_FILE,
     TRAINED_FILE,
@@ -45,7 +45,7 @@ from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
 from jaxglue.models.wrapper import with_text
 from jaxglue.objectives.objective import Objective
-from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.terminal.console import Console
 from jaxglue.training.checkpoint import Checkpoints
@@ -186,7 +186,8 @@ def check_export(
     """
     loss_rows, dtype = _rows(run, last_batch), run.dtype
     rows = loss_rows.few
-    origin = predict(run.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
+    live = _on_one_device(live_parts(graphdefs, trainable, frozen))
+    origin = predict(run.model, live if run.lora else _as_written(run, live), rows, dtype)
     if not compares:
         return None
     adapter = None
@@ -244,6 +245,28 @@ def _on_one_device(parts: Parts) -> Parts:
     def part(key: ParamKey) -> Part:
         graphdef, trees = parts(key)
         return graphdef, jax.tree.map(local, trees)
+
+    return part
+
+
+def _as_written(run: Run, parts: Parts) -> Parts:
+    """Return parts with the values that a folder in the run's dtype holds of weights in float32.
+
+    Else their rounding, which grows with the depth, would hide faults of the files, or be taken for one.
+    """
+    wide = wide_tensors(run.base.folder)
+
+    def part(key: ParamKey) -> Part:
+        graphdef, trees = parts(key)
+        prefix = f"layers.{key}" if isinstance(key, int) else key
+
+        def written(path, leaf):
+            name = hf_name(f"{prefix}.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+            if name in wide or is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            return leaf.astype(run.dtype).astype(leaf.dtype)
+
+        return graphdef, tuple(jax.tree_util.tree_map_with_path(written, tree, is_leaf=is_quantized) for tree in trees)
 
     return part
 

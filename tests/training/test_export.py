@@ -157,3 +157,11 @@ def test_adapters_of_embedding_and_head_are_trained_saved_merged_and_trained_on(
     check = export_adapter(second, model_folder, config.run.output / "merged")
     assert check.kl <= check.limit
     assert read_config(config.run.output / "merged")["tie_word_embeddings"] is False
+
+
+def test_a_full_model_s_masters_are_compared_as_they_are_written(model_folder, make_config):
+    """In 16 bits: the rounding of norms' weights, as of Gemma's, would differ more the deeper the model."""
+    path = model_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gemma2"}))
+    summary = train(make_config(steps=3, method="full", random_weights=True, dtype="bfloat16", learning_rate=0.03))
+    assert json.loads((summary.adapter / CHECK_FILE).read_text())["max_logit_difference"] == 0
