@@ -5,11 +5,13 @@
 Weights decide nothing about a draft here: whether one is accepted is drawn, from a hash of position and token, after
 the model has verified it. A run's tokens per second are those of the difference of two lengths of answers, so they
 exclude prompts. `predicted` is the speed that `auto` expects of a row, in that of no drafts, whose choice `auto` rows
-follow. Rows that would probably end after --seconds are left out.
+follow. Rows that would probably end after --seconds are left out. With --profile a row has the longest kernels of a
+step, from a trace of the prompts and the shorter answers.
 """
 
 import argparse
 import os
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from kernel_profile import kernel_times, profile_rows
 from measure import table, write_results
 from shapes import SHAPES
 
@@ -26,6 +29,7 @@ from jaxglue.generation.config import Drafts, SamplingConfig
 from jaxglue.generation.draft_rule import StepBytes
 from jaxglue.generation.drafts import HEAD, WORDS, LoadedHead, make_drafting, words_of
 from jaxglue.generation.engine import Engine
+from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.programs import EnginePrograms
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.loading import random_model
@@ -54,16 +58,24 @@ def requests(count: int, new: int, vocabulary: int) -> list[Request]:
     return [Request(rng.integers(0, vocabulary, CONTEXT).tolist(), sampling, index) for index in range(count)]
 
 
-def rate(engine: Engine, trees: Any, streams: int, lengths: tuple[int, int], repeats: int) -> float:
+def rate(engine: Engine, trees: Any, streams: int, lengths: tuple[int, int], repeats: int, plan: CachePlan) -> float:
     """Return the tokens per second of all streams together."""
-    asked = [requests(streams, new, engine.config.vocab_size) for new in lengths]
-    plan, spent = engine.plan(asked[1], slots=streams), []
+    asked, spent = [requests(streams, new, engine.config.vocab_size) for new in lengths], []
     for each in [asked[0], *asked * repeats]:  # the first time compiles
         begun = time.perf_counter()
         tokens = sum(len(done.tokens) for done in engine.generate(*trees, each, plan=plan, whole=True))
         spent.append((time.perf_counter() - begun, tokens))
     short, long = (min(spent[start::2]) for start in (1, 2))
     return (long[1] - short[1]) / (long[0] - short[0])
+
+
+def profile(engine: Engine, trees: Any, streams: int, new: int, plan: CachePlan) -> list[dict]:
+    """Return the longest kernels of answers of so many tokens."""
+    asked = requests(streams, new, engine.config.vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            list(engine.generate(*trees, asked, plan=plan, whole=True))
+        return profile_rows(kernel_times(Path(folder)), top=40)
 
 
 def predicted(step: StepBytes, streams: int, drafts: str, probability: float) -> float:
@@ -83,6 +95,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--words", type=int, default=32768, help="tokens that drafts are chosen among; 0: all")
     parser.add_argument("--seconds", type=float, default=540.0, help="in which rows begin")
+    parser.add_argument("--profile", action="store_true", help="add the longest kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     begun, last = time.perf_counter(), 0.0
@@ -106,7 +119,8 @@ def main() -> None:
         drafting = None if drafts == "off" else make_drafting(head, drafts)
         engine = Engine(graphdefs, config, dtype=dtype, drafting=drafting)
         trees = drafted if drafting else (trainable, frozen)
-        speed = rate(engine, trees, streams, tuple(args.lengths), args.repeats)
+        plan = engine.plan(requests(streams, args.lengths[1], config.vocab_size), slots=streams)
+        speed = rate(engine, trees, streams, tuple(args.lengths), args.repeats, plan)
         plain = next((row["tokens/s"] for row in results if row["streams"] == streams), speed)
         made = engine.drafts
         row = {"streams": streams, "drafts": drafts, "tokens/s": round(speed, 1), "times": round(speed / plain, 3)}
@@ -115,9 +129,12 @@ def main() -> None:
         last = time.perf_counter() - row_begun
         results.append(row | {"seconds": round(last, 1)})
         print(results[-1], flush=True)
+        if args.profile:
+            results[-1]["profile"] = profile(engine, trees, streams, args.lengths[0], plan)
+            print(table(results[-1]["profile"]), flush=True)
         if args.json:
             write_results(args.json, results)
-    print(table(results))
+    print(table([{name: value for name, value in row.items() if name != "profile"} for row in results]))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Cursor:
     layer_input: Float[Array, "1 S P"] | None = None
     """The layer's own embeddings of the tokens, where a model has such."""
     kept: Int[Array, " S"] | None = None
-    """Tokens of the step before that count and that recurrent layers have not applied, where steps verify drafts."""
+    """Tokens of the step before that count and that recurrent layers have not applied, in steps that verify drafts."""
     forks: Int[Array, " S"] | None = None
     """Tokens of each slot's prompt before its last, from which on tiles of keys begin anew; None for sums in any
     order."""
@@ -249,60 +249,74 @@ class ExtendContext(DecodeContext):
 
 
 class VerifyContext(ExtendContext):
-    """Context of R tokens of each slot, side by side, of which the first ones may count alone.
+    """Context of R tokens of each sequence, side by side, of which the first ones may count alone.
 
     Keys and values of those that do not count are overwritten. A recurrent layer has the states before a step, and what
     the step's tokens gave to them: the next step begins with those that count.
     """
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S*R C"]:
-        """Convolve each slot's tokens with those before them."""
-        (B, R), slots, outputs = self._sizes(x), self._cursor.slots, []
-        before = jnp.where(self._begun[:, None, None], self.cache.states.inputs[slots], 0)
-        (kept, *_), taps = self.cache.read(slots), before.shape[1]
-        index = self._counts[:, None] + jnp.arange(taps)
-        before = jnp.concatenate([before, kept.astype(before.dtype)], axis=1)
-        inputs = jnp.take_along_axis(before, index[..., None], axis=1)
-        self.cache = replace(self.cache, states=self.cache.states.write(slots, inputs=inputs))
-        self.cache = self.cache.keep(0, slots, x.reshape(B, R, -1))
-        for token in jnp.unstack(x.reshape(B, R, -1), axis=1):
+        """Convolve each sequence's tokens with those before them."""
+        inputs, outputs = self._convolved(), list[Array]()
+        rows = x.reshape(len(inputs), -1, x.shape[2])
+        self.cache = self.cache.keep(0, rows)
+        for token in jnp.unstack(rows, axis=1):
             y, inputs = convolution_step(token, inputs, weight)
             outputs.append(y)
-        return jnp.stack(outputs, axis=1).reshape(1, B * R, -1)
+        return jnp.stack(outputs, axis=1).reshape(x.shape)
+
+    def _convolved(self) -> Float[Array, "S W-1 C"]:
+        """Return the last inputs of the convolution, kept tokens that count among them, after writing them."""
+        slots, counts = self._cursor.slots, self._counts[:, None]
+        before = jnp.where(self._begun[:, None, None], self.cache.states.inputs[slots], 0)
+        tokens = [*jnp.unstack(before, axis=1), *jnp.unstack(self.cache.kept[0].astype(before.dtype), axis=1)]
+        inputs = tokens[: before.shape[1]]
+        for count in range(1, self.cache.kept[0].shape[1] + 1):  # selects, since a gather would be a pass of its own
+            later = tokens[count : count + len(inputs)]
+            inputs = [jnp.where(counts == count, new, old) for new, old in zip(later, inputs, strict=True)]
+        stacked = jnp.stack(inputs, axis=1)
+        self.cache = replace(self.cache, states=self.cache.states.write(slots, inputs=stacked))
+        return stacked
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S*R N V"]:
-        """Compute each slot's outputs, and the states behind the tokens of the last step that count."""
-        (B, R), slots, stored = self._sizes(qkv), self._cursor.slots, self.cache.states
-        tokens = qkv.reshape(B, R, -1), g.reshape(B, R, -1), beta.reshape(B, R, -1)
-        _, kept_qkv, kept_g, kept_beta = self.cache.read(slots)
-        kept = kept_qkv, kept_g, kept_beta
-        out, states = advance_rows(stored.states, slots, self._begun, kept, self._counts, tokens, heads)
-        self.cache = replace(self.cache, states=replace(stored, states=states))
+        """Compute each sequence's outputs, and the states behind the tokens of the last step that count."""
+        tokens = self._rows(qkv), self._rows(g), self._rows(beta)
+        out = self._advance(tokens, heads)
         for index, values in enumerate(tokens, 1):
-            self.cache = self.cache.keep(index, slots, values)
-        return out.reshape(1, B * R, *out.shape[2:])
+            self.cache = self.cache.keep(index, values)
+        return out.reshape(1, -1, *out.shape[2:])
+
+    def _advance(self, tokens: tuple[Array, Array, Array], heads: DeltaHeads) -> Float[Array, "S R N V"]:
+        """Return the outputs of tokens, and write the states behind the kept ones that count."""
+        stored, (_, *kept) = self.cache.states, self.cache.kept
+        at = stored.states, self._cursor.slots, self._begun
+        out, states = advance_rows(*at, (kept[0], kept[1], kept[2]), self._counts, tokens, heads)
+        self.cache = replace(self.cache, states=replace(stored, states=states))
+        return out
 
     def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S*R *O"]:
-        """Compute each slot's outputs by the layer's own recurrence, and the states behind tokens that count."""
-        (B, R), slots, outputs = self._sizes(values[0]), self._cursor.slots, []
-        states, kept = self.cache.states.read(slots, self._begun), self.cache.read(slots)
+        """Compute each sequence's outputs by the layer's own recurrence, and the states behind tokens that count."""
+        states, outputs = self._recurred(recurrence, values), list[Array]()
+        parts = [self._rows(x) for x in values]
+        for index, part in enumerate(parts):
+            self.cache = self.cache.keep(index, part)
+        for row in range(parts[0].shape[1]):
+            out, states = recurrence.step(states, *(part[:, row] for part in parts))
+            outputs.append(out)
+        return jnp.stack(outputs, axis=1).reshape(1, -1, *outputs[0].shape[1:])
+
+    def _recurred(self, recurrence: Recurrence, values: tuple[Array, ...]) -> Any:
+        """Return the states behind the kept tokens that count, after writing them."""
+        states, kept = self.cache.states.read(self._cursor.slots, self._begun), self.cache.kept
         for row in range(kept[0].shape[1]):
             tokens = [stored[:, row].astype(x.dtype) for stored, x in zip(kept, values, strict=True)]
             _, after = recurrence.step(states, *tokens)
-            counted = row < self._counts
-            states = jax.tree.map(partial(_where, counted), after, states)
-        self.cache = replace(self.cache, states=self.cache.states.write(slots, states))
-        parts = [x.reshape(B, R, *x.shape[2:]) for x in values]
-        for index, part in enumerate(parts):
-            self.cache = self.cache.keep(index, slots, part)
-        for row in range(R):
-            out, states = recurrence.step(states, *(part[:, row] for part in parts))
-            outputs.append(out)
-        return jnp.stack(outputs, axis=1).reshape(1, B * R, *outputs[0].shape[1:])
+            states = jax.tree.map(partial(_where, row < self._counts), after, states)
+        self.cache = replace(self.cache, states=self.cache.states.write(self._cursor.slots, states))
+        return states
 
-    def _sizes(self, x: Array) -> tuple[int, int]:
-        B = len(self._cursor.slots)
-        return B, x.shape[1] // B
+    def _rows(self, x: Float[Array, "1 S*R *V"]) -> Float[Array, "S R *V"]:
+        return x.reshape(len(self._cursor.slots), -1, *x.shape[2:])
 
     @property
     def _counts(self) -> Int[Array, " S"]:
@@ -313,6 +327,46 @@ class VerifyContext(ExtendContext):
     def _begun(self) -> Bool[Array, " S"]:
         """Return where there are tokens before the kept ones that count."""
         return self._cursor.positions.reshape(len(self._cursor.slots), -1)[:, 0] > self._counts
+
+
+class SettleContext(VerifyContext):
+    """Context that applies the kept tokens that count to the states of a recurrent layer; outputs are not computed."""
+
+    def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S C"]:
+        """Keep the last inputs."""
+        self._convolved()
+        return jnp.zeros_like(x)
+
+    def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:
+        """Advance the states."""
+        none = self._rows(qkv)[:, :0], self._rows(g)[:, :0], self._rows(beta)[:, :0]
+        out = self._advance(none, heads)
+        return jnp.zeros((1, len(out), *out.shape[2:]), out.dtype)
+
+    def recur(self, recurrence: Recurrence, *values) -> Float[Array, "1 S *O"]:
+        """Advance the states."""
+        states = self._recurred(recurrence, values)
+        out = jax.eval_shape(recurrence.step, states, *(x[0] for x in values))[0]
+        return jnp.zeros((1, *out.shape), out.dtype)
+
+    def attend(self, q, k, v, **options: Any) -> Float[Array, "1 S N H"]:
+        """Leave keys and values as they are."""
+        return q
+
+
+class WriteContext(ExtendContext):
+    """Context that writes keys and values to the cache, as a layer's that nothing is read of but these."""
+
+    def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
+        """Write all tokens to the cache; their queries, which nothing reads, are not computed."""
+        cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
+        *_, self.keys = append(k[0], k[0], v[0], self.keys, pages, offsets, cursor.rope, *self._rotation)
+        return jnp.zeros_like(q)
+
+    def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
+        """Write all tokens to the cache."""
+        self.cache = self.cache.write(token[0, :, 0], *self._cursor.places.of(None))
+        return jnp.zeros((*q.shape[:3], rank), q.dtype)
 
 
 def _where(condition: Bool[Array, " S"], x: Float[Array, "S *V"], y: Float[Array, "S *V"]) -> Float[Array, "S *V"]:

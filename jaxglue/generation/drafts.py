@@ -4,8 +4,9 @@ A draft is the head's most likely token, and each token of an answer is still th
 number of its position: a draft is accepted where it is that choice. So answers are those without drafts, whatever
 decides a token (temperature, top-p, penalties, biases), and a draft x is accepted with the probability p(x) of it.
 
-At token t the head reads the model's normed state of t and the embedding of token t + 1 (see `models/draft.py`). A
-sequence's `DraftSlots` are what the head has not read yet: the tokens of its last step with their states.
+At token t the head reads the model's normed state of t and the embedding of token t + 1 (see `models/draft.py`).
+Between windows it has read all tokens of a sequence but the last, so that any window may draft: one that does not lets
+it write the keys and values of its tokens at once, at its end, which are all that later drafts read of them.
 """
 
 import logging
@@ -21,7 +22,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.generation.config import Drafts
-from jaxglue.generation.contexts import Cache, Cursor, ExtendContext, Places, PrefillContext, VerifyContext
+from jaxglue.generation.contexts import (
+    Cache,
+    Cursor,
+    ExtendContext,
+    Places,
+    PrefillContext,
+    VerifyContext,
+    WriteContext,
+)
 from jaxglue.generation.pages import PAGE
 from jaxglue.hf.draft import load_draft, read_draft_tokens
 from jaxglue.models.config import DecoderConfig
@@ -34,7 +43,6 @@ from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.paged_attention import LatentPages
 from jaxglue.ops.projection import project
 from jaxglue.ops.rope import RopeTables
-from jaxglue.ops.zeros import zeros_on
 
 Trees = tuple[Params, ...]
 Ranks = Bool[Array, "M ranks"] | None
@@ -45,8 +53,21 @@ HEAD, WORDS = "draft", "draft_words"
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DraftSlots:
-    """The last step's rows of S sequences, R = drafts + 1 each."""
+class UnreadRows:
+    """Tokens of S sequences that a head has not read yet, at most R of each."""
+
+    hidden: Float[Array, "S R D"]
+    """The model's states after its final norm."""
+    tokens: Int[Array, "S R"]
+    """The token after each."""
+    positions: Int[Array, "S R"]
+    """Of the states; below 0 for rows that are none."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class VerifiedRows:
+    """The last step's rows of S sequences that are drafted, R = drafts + 1 each."""
 
     hidden: Float[Array, "S R D"]
     """The model's states after its final norm."""
@@ -57,19 +78,26 @@ class DraftSlots:
     kept: Int[Array, " S"]
     """Tokens of the last step that recurrent layers have not applied to their states."""
 
-    def of_rows(self, rows: int) -> "DraftSlots":
-        """Return the last rows that count, at most so many, or all with room for so many."""
-        R = self.tokens.shape[1]
-        if rows >= R:
-            more = (0, 0), (0, rows - R)
-            return replace(self, hidden=jnp.pad(self.hidden, (*more, (0, 0))), tokens=jnp.pad(self.tokens, more))
-        index = jnp.maximum(self.count - rows, 0)[:, None] + jnp.arange(rows)
-        return replace(
-            self,
-            hidden=jnp.take_along_axis(self.hidden, index[..., None], axis=1),
-            tokens=jnp.take_along_axis(self.tokens, index, axis=1),
-            count=jnp.minimum(self.count, rows),
+    @classmethod
+    def begin(cls, hidden: Float[Array, "S D"], tokens: Int[Array, " S"], rows: int) -> "VerifiedRows":
+        """Return a window's first rows: one of each sequence, its last token with the state before it."""
+        more, ones = (0, rows - 1), jnp.ones_like(tokens)
+        return cls(
+            hidden=jnp.pad(hidden[:, None], ((0, 0), more, (0, 0))),
+            tokens=jnp.pad(tokens[:, None], ((0, 0), more)),
+            count=ones,
+            kept=0 * ones,
         )
+
+    def positions(self, last: Int[Array, " S"]) -> Int[Array, "S R"]:
+        """Return the positions of the rows' states; `last` are those of the sequences' last tokens."""
+        return (last - self.count)[:, None] + jnp.arange(self.tokens.shape[1])
+
+    def unread(self, last: Int[Array, " S"]) -> UnreadRows:
+        """Return the rows that count; arguments as of `positions`."""
+        positions = self.positions(last)
+        counted = positions < last[:, None]
+        return UnreadRows(hidden=self.hidden, tokens=self.tokens, positions=jnp.where(counted, positions, -1))
 
 
 @dataclass(frozen=True)
@@ -162,16 +190,6 @@ def why_no_drafts(config: DecoderConfig) -> str | None:
     return None
 
 
-def make_draft_slots(slots: int, rows: int, width: int, dtype: Any, device: Any = None) -> DraftSlots:
-    """Return the rows of slots without sequences."""
-    return DraftSlots(
-        hidden=zeros_on(device, (slots, rows, width), dtype),
-        tokens=zeros_on(device, (slots, rows), jnp.int32),
-        count=zeros_on(device, slots, jnp.int32),
-        kept=zeros_on(device, slots, jnp.int32),
-    )
-
-
 class DraftPrograms:
     """The programs of a head; arguments as in `EnginePrograms`, weights as trees of the whole model."""
 
@@ -224,10 +242,17 @@ class DraftPrograms:
         self._apply(weights, jnp.roll(tokens, -1)[None], hidden, context)
         return hidden[0, last], context.cache
 
+    def catch_up(self, weights: dict[str, Trees], rows: UnreadRows, cursor: Cursor, cache: Cache) -> Cache:
+        """Write the head's keys and values of rows, at the cursor's places."""
+        context = WriteContext(cache, cursor)
+        flat = rows.tokens.reshape(1, -1), rows.hidden.reshape(1, rows.tokens.size, -1)
+        self._apply(weights, *flat, context)
+        return context.cache
+
     def propose(
         self,
         weights: dict[str, Trees],
-        slots: DraftSlots,
+        rows: VerifiedRows,
         last: Int[Array, " B"],
         place: Any,
         cache: Cache,
@@ -238,26 +263,23 @@ class DraftPrograms:
 
         Args:
             weights: of `weights`.
-            slots: of the sequences.
+            rows: of the sequences, which the head reads.
             last: position of their last token.
             place: returns the cursor of rows of positions [B, n].
             cache: of the head.
-            count: drafts; with 0 the head's keys and values are written alone.
+            count: drafts.
             ranks: as in `DecodeWindow`.
         """
-        B, R = slots.tokens.shape
-        first = last - slots.count
-        cursor = place(jnp.maximum(first[:, None] + jnp.arange(R), 0))
-        context = VerifyContext(cache, cursor)
-        states = self._apply(weights, slots.tokens.reshape(1, -1), slots.hidden.reshape(1, B * R, -1), context)
-        rows = jnp.arange(B), jnp.maximum(slots.count - 1, 0)
-        state, drafts = states.reshape(B, R, -1)[rows], list[Array]()
+        B, R = rows.tokens.shape
+        context = VerifyContext(cache, place(rows.positions(last)))
+        states = self._apply(weights, rows.tokens.reshape(1, -1), rows.hidden.reshape(1, B * R, -1), context)
+        state, drafts = states.reshape(B, R, -1)[jnp.arange(B), rows.count - 1], list[Array]()
         for index in range(count):
             drafts.append(self._likeliest(weights, state, ranks))
             if index + 1 < count:
                 context = VerifyContext(context.cache, place(last[:, None] + index))
                 state = self._apply(weights, drafts[-1][None], state[None], context)[0]
-        return jnp.stack(drafts, axis=1) if drafts else jnp.zeros((B, 0), jnp.int32), context.cache
+        return jnp.stack(drafts, axis=1), context.cache
 
     def _likeliest(self, weights: dict[str, Trees], states: Float[Array, "M D"], ranks: Ranks) -> Int[Array, " M"]:
         """Return the head's most likely tokens, among those that drafts read."""
@@ -290,10 +312,10 @@ def rows_cursor(
     windows: tuple[int | None, ...],
     slots: Int[Array, " B"],
     ranks: Bool[Array, "B ranks"] | None,
-    kept: Int[Array, " B"],
+    kept: Int[Array, " B"] | None,
     rope: RopeTables,
 ) -> Cursor:
-    """Return the cursor of R tokens of each sequence; those beyond its table are nobody's.
+    """Return the cursor of R tokens of each sequence; those before its first one and beyond its table are nobody's.
 
     Args:
         positions: of the tokens.
@@ -305,34 +327,12 @@ def rows_cursor(
         rope: rotary tables of the positions [1, B·R].
     """
     R, flat, most = positions.shape[1], positions.reshape(-1), tables[0].shape[1] * PAGE
-    within, flat = flat < most, jnp.minimum(flat, most - 1)
+    within, flat = (flat >= 0) & (flat < most), jnp.clip(flat, 0, most - 1)
     rows = tuple(jnp.repeat(table, R, axis=0) for table in tables)
     pages = tuple(jnp.where(within, of[jnp.arange(len(flat)), flat // PAGE], 0) for of in rows)
     ranks = None if ranks is None else jnp.repeat(ranks, R, axis=0)
     places = Places(pages=pages, offsets=flat % PAGE, slots=slots, windows=windows, ranks=ranks)
     return Cursor(places=places, tables=rows, slots=slots, positions=flat, rope=rope, kept=kept)
-
-
-def with_prompts(slots: DraftSlots, index: Int[Array, " n"], hidden: Float[Array, "n D"]) -> DraftSlots:
-    """Return the rows after prompts whose last tokens have these states in these slots."""
-    return replace(slots, hidden=slots.hidden.at[index, 0].set(hidden.astype(slots.hidden.dtype)))
-
-
-def as_begun(slots: DraftSlots, fresh: Bool[Array, " B"], tokens: Int[Array, " B"]) -> DraftSlots:
-    """Return the rows of sequences of which those that are fresh have the row of their prompt alone."""
-    first = jnp.where(fresh, tokens, slots.tokens[:, 0])
-    return replace(
-        slots,
-        tokens=slots.tokens.at[:, 0].set(first),
-        count=jnp.where(fresh, 1, slots.count),
-        kept=jnp.where(fresh, 0, slots.kept),
-    )
-
-
-def after_token(slots: DraftSlots, hidden: Float[Array, "B D"], tokens: Int[Array, " B"]) -> DraftSlots:
-    """Return the rows after a step of one token of each sequence, from the model's states that chose the tokens."""
-    states, ones = hidden[:, None].astype(slots.hidden.dtype), jnp.ones_like(slots.count)
-    return DraftSlots(hidden=states, tokens=tokens[:, None], count=ones, kept=0 * ones)
 
 
 def accepted(tokens: Int[np.ndarray, "steps B"], rows: int, idle: int) -> Int[np.ndarray, "rows B"]:

@@ -27,7 +27,7 @@ from jaxglue.engine.compiler import rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.decoded_experts import choose_decoded_experts
 from jaxglue.generation.draft_rule import DraftCounts, DraftPace, DraftRule, StepBytes
-from jaxglue.generation.drafts import Drafting, accepted, make_draft_slots
+from jaxglue.generation.drafts import Drafting, accepted
 from jaxglue.generation.grammar import Grammar
 from jaxglue.generation.inputs import ProgramKind, PromptInputs, SlotTable, features_of, padded_pages
 from jaxglue.generation.pages import CachePlan, free_bytes, make_caches, plan_cache
@@ -325,11 +325,10 @@ class Engine:
             del self._sizes[next(iter(self._sizes))]
         sizes = self._sizes.setdefault(name, {})
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
-        programs, place, vocabulary, drafts = self._programs, place_of(trees), self.config.vocab_size, None
-        caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
-        if programs.rows > 1:
-            drafts = make_draft_slots(plan.slots + 1, programs.rows, self.config.hidden_size, self._dtype, place)
-        slots = make_sequences(plan, vocabulary, kind.all_features, place, drafts)
+        programs, place, vocabulary = self._programs, place_of(trees), self.config.vocab_size
+        caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place)
+        states = None if programs.rows == 1 else (self.config.hidden_size, self._dtype)
+        slots = make_sequences(plan, vocabulary, kind.all_features, place, states)
         pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
         return DecodeBatch(programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, pace, whole=whole)
 

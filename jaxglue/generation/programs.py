@@ -20,16 +20,15 @@ from jaxglue.generation.contexts import (
     ExtendContext,
     Places,
     PrefillContext,
+    SettleContext,
     VerifyContext,
 )
 from jaxglue.generation.drafts import (
     Drafting,
     DraftPrograms,
-    DraftSlots,
-    after_token,
-    as_begun,
+    UnreadRows,
+    VerifiedRows,
     rows_cursor,
-    with_prompts,
 )
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample, with_trained
@@ -77,8 +76,8 @@ class EngineSlots:
     """True for sequences that go on."""
     counts: Counts | None
     """Counts of tokens in all slots; None without penalties."""
-    drafts: DraftSlots | None = None
-    """Their last tokens with the model's states; None without drafts."""
+    hidden: Float[Array, "S D"] | None = None
+    """The model's state before each last token, after its final norm; None without drafts."""
 
 
 @jax.tree_util.register_dataclass
@@ -127,14 +126,14 @@ class CachedLayer:
         self.decode = make(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
         self.verify = _jit(self._verify, donate_argnames="cache")
+        self.settle = _jit(self._settle, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
-        own = cache.states if isinstance(cache, Replayed) else cache
-        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, own, places, fp8=self._fp8)
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
         at_once = packed.tile is None or not layer.in_stages
         x = layer(x, context) if at_once else by_tiles(layer, x, packed, context)
-        return x, replace(cache, states=context.cache) if isinstance(cache, Replayed) else context.cache
+        return x, context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = DecodeContext(cache, cursor, fp8=self._fp8)
@@ -147,6 +146,11 @@ class CachedLayer:
     def _verify(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = VerifyContext(cache, cursor, fp8=self._fp8)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
+
+    def _settle(self, weights: Trees, x, cache: Any, kept: tuple[Array, ...], cursor: Cursor) -> Cache:
+        context = SettleContext(Replayed(cache, kept), cursor, fp8=self._fp8)
+        merge_module(self._graphdef, *weights)(x, context)
+        return context.cache.states
 
 
 class CacheCopies(NamedTuple):
@@ -201,14 +205,15 @@ class EnginePrograms:
         self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._read, self._write = jax.jit(_read_pages), jax.jit(_write_pages, donate_argnames="caches")
-        self._begin = jax.jit(_begin, static_argnames="rows")
+        self._begin = jax.jit(_begin)
         self._embed_slots = make(self._embed_last, static_argnames="plan")
         self._advance = make(self._sample_next, static_argnames="features", donate_argnames="sequences")
         self._finish = jax.jit(_finish, donate_argnames="slots")
         self._propose = _jit(self._propose_rows, static_argnames=("plan", "drafts"), donate_argnames="cache")
         self._embed_rows = _jit(self._embed_verified, static_argnames="plan")
         self._accept = _jit(self._accept_rows, static_argnames="features")
-        self._remember = jax.jit(with_prompts)
+        self._catch_up = _jit(self._write_unread, static_argnames="plan", donate_argnames="cache")
+        self._remember = jax.jit(_with_states)
         options: dict[str, Any] = {
             "donate_argnames": ("slots", "caches"),
             "static_argnames": ("plan", "features", "drafts", "steps"),
@@ -313,14 +318,15 @@ class EnginePrograms:
         self, trees: Trees, slots: EngineSlots, caches: list[Cache], window: DecodeWindow, *, steps: int, **static: Any
     ) -> tuple[EngineSlots, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
-        drafts = static.pop("drafts", 0)
-        sequences, caches, out = self._begin(slots, window, rows=drafts + 1), list(caches), []
-        step = self._step_of(drafts)
+        step, begin, end = self._steps_of(static.pop("drafts", 0))
+        state, outputs = begin(self._begin(slots, window), list(caches)), []
         for index in range(steps):
-            masks = _masks(window, index == 0)
-            sequences, caches, sampled = step(trees, sequences, caches, window, masks, **static)
-            out.append(sampled)
-        return self._finish(slots, window, sequences), caches, out
+            *state, output = step(trees, *state, window, _masks(window, index == 0), **static)
+            outputs.append(output)
+        samples, unread = zip(*outputs, strict=True)
+        unread = jax.tree.map(lambda *each: jnp.stack(each), *unread)
+        sequences, caches = end(trees, *state, unread, window, plan=static["plan"])
+        return self._finish(slots, window, sequences), caches, list(samples)
 
     def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
         """Compile `window` as one program for `size` sequences; return what takes the same arrays.
@@ -340,8 +346,9 @@ class EnginePrograms:
         programs = [self._embed_prompts, self._embed_suffixes, self._embed_slots, self._advance]
         programs += [self._run_one, self._run_several]
         for layer in set(self._layers):
-            programs += [layer.prefill, layer.fill, layer.decode, layer.extend, layer.verify]
-        programs += [self._drafts.prefill, self._propose, self._embed_rows, self._accept] if self._drafts else []
+            programs += [layer.prefill, layer.fill, layer.decode, layer.extend, layer.verify, layer.settle]
+        if self._drafts:
+            programs += [self._drafts.prefill, self._propose, self._embed_rows, self._accept, self._catch_up]
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 
@@ -359,45 +366,95 @@ class EnginePrograms:
         drafts: int = 0,
         **options: Any,
     ):
-        step = self._step_of(drafts)
+        step, begin, end = self._steps_of(drafts)
 
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop
-            weights, (sequences, caches) = jax.lax.optimization_barrier((trees, carry))
-            sequences, caches, sampled = step(weights, sequences, caches, window, _masks(window, first), **options)
-            return (sequences, caches), sampled
+            weights, state = jax.lax.optimization_barrier((trees, carry))
+            *state, output = step(weights, *state, window, _masks(window, first), **options)
+            return tuple(state), output
 
         # a known number of steps: with an end that depends on values, the host would wait for each
         first = None if window.masks is None else jnp.arange(steps) == 0
-        sequences = _begin(slots, window, rows=drafts + 1)
-        carry, sampled = jax.lax.scan(body, (sequences, caches), first, length=steps)
-        return _finish(slots, window, carry[0]), carry[1], sampled
+        state, (sampled, unread) = jax.lax.scan(body, begin(_begin(slots, window), caches), first, length=steps)
+        sequences, caches = end(trees, *state, unread, window, plan=options["plan"])
+        return _finish(slots, window, sequences), caches, sampled
+
+    def _steps_of(self, drafts: int) -> tuple[Any, Any, Any]:
+        """Return what computes a window's step of so many drafts, and what begins and ends such windows.
+
+        `begin` makes what steps begin with, and return before their outputs: samples, and what the head has not read.
+        """
+        if not drafts:
+            return self._step, lambda sequences, caches: (sequences, caches), self._end_steps
+        return partial(self._verified_step, drafts=drafts), partial(self._begin_drafts, drafts), self._end_drafts
 
     def _step(
         self, trees: Trees, sequences: EngineSlots, caches: list[Cache], window: DecodeWindow, masks, *, plan, features
     ):
-        """Decode a token of each sequence, of those in `masks`; return (sequences, caches, sampled)."""
+        """Decode a token of each sequence, of those in `masks`; return (sequences, caches, (sampled, unread))."""
         x, cursor, layer_inputs = self._embed_slots(_part(trees, "embed_tokens"), sequences, window, plan=plan)
-        caches = list(caches)
-        if self._drafts is not None:  # so that drafts can begin with any window
-            weights = self._drafts.weights(trees)
-            _, caches[-1] = self._propose(weights, sequences, window, caches[-1], plan=plan, drafts=0)
+        caches, unread = list(caches), None
+        if sequences.hidden is not None:
+            unread = UnreadRows(hidden=sequences.hidden, tokens=sequences.tokens, positions=sequences.positions - 1)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.decode(weights, x, caches[i], cursor)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
-        return sequences, caches, sampled
+        return sequences, caches, (sampled, unread)
 
-    def _step_of(self, drafts: int) -> Any:
-        """Return the step of so many drafts, of 0 too where recurrent layers have kept tokens to apply."""
-        verifies = drafts or (self._drafts is not None and not self.rewinds)
-        return partial(self._verified_step, drafts=drafts) if verifies else self._step
+    def _end_steps(self, trees: Trees, sequences: EngineSlots, caches: list[Cache], unread, window, *, plan: CachePlan):
+        """Let the head, if there is one, read the tokens of a window's steps [steps, B, …]."""
+        if unread is None:
+            return sequences, caches
+        rows = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), unread)
+        return sequences, self._let_head_read(trees, sequences, rows, caches, window, plan)
+
+    def _begin_drafts(self, drafts: int, sequences: EngineSlots, caches: list[Cache]):
+        """Return what verified steps begin with."""
+        B, kinds = len(sequences.live), self.cached.layer_kinds
+        rows = VerifiedRows.begin(_states_of(sequences), sequences.tokens, drafts + 1)
+        caches = [
+            Replayed.begin(cache, kind.mixer.step_values(self._dtype), B, drafts + 1) if kind.mixer.recurrent else cache
+            for kind, cache in zip(kinds, caches, strict=True)
+        ]
+        return sequences, rows, caches
+
+    def _end_drafts(
+        self,
+        trees: Trees,
+        sequences: EngineSlots,
+        rows: VerifiedRows,
+        caches: list[Cache],
+        unread: None,
+        window: DecodeWindow,
+        *,
+        plan: CachePlan,
+    ):
+        """Apply the last step's tokens to the states of recurrent layers, and let the head read them."""
+        caches, embed_tokens = list(caches), _part(trees, "embed_tokens")
+        x, cursor, layer_inputs = self._embed_rows(
+            embed_tokens, sequences.tokens[:, None], sequences, rows.kept, window, plan=plan
+        )
+        for i, (layer, own) in enumerate(self._layer_weights(trees)):
+            if isinstance(cache := caches[i], Replayed):
+                cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
+                caches[i] = layer.settle(own, x, cache.states, cache.kept, cursor)
+        return sequences, self._let_head_read(trees, sequences, rows.unread(sequences.positions), caches, window, plan)
+
+    def _let_head_read(
+        self, trees: Trees, sequences: EngineSlots, rows: UnreadRows, caches, window, plan
+    ) -> list[Cache]:
+        """Return the caches after the head has read rows of sequences."""
+        weights = self._head.weights(trees)
+        return [*caches[:-1], self._catch_up(weights, rows, sequences, window, caches[-1], plan=plan)]
 
     def _verified_step(
         self,
         trees: Trees,
         sequences: EngineSlots,
+        rows: VerifiedRows,
         caches: list[Cache],
         window: DecodeWindow,
         masks: UInt32[Array, "B words"] | None,
@@ -409,17 +466,17 @@ class EnginePrograms:
         """Draft tokens of each sequence, and decode the first of them that are the model's choices, and one more.
 
         Returns:
-            sequences, caches, and what each row sampled (leading axis).
+            sequences, their rows, caches, and what each row sampled (leading axis), beside None.
         """
         caches, weights = list(caches), self._head.weights(trees)
-        tokens, caches[-1] = self._propose(weights, sequences, window, caches[-1], plan=plan, drafts=drafts)
+        tokens, caches[-1] = self._propose(weights, sequences, rows, window, caches[-1], plan=plan, drafts=drafts)
         embed_tokens = _part(trees, "embed_tokens")
-        x, cursor, layer_inputs = self._embed_rows(embed_tokens, tokens, sequences, window, plan=plan)
+        x, cursor, layer_inputs = self._embed_rows(embed_tokens, tokens, sequences, rows.kept, window, plan=plan)
         for i, (layer, own) in enumerate(self._layer_weights(trees)):
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.verify(own, x, caches[i], cursor)
-        sequences, sampled = self._accept(weights, x, tokens, sequences, window, masks, features=features)
-        return sequences, caches, sampled
+        sequences, rows, sampled = self._accept(weights, x, tokens, sequences, window, masks, features=features)
+        return sequences, rows, caches, (sampled, None)
 
     @property
     def _head(self) -> DraftPrograms:
@@ -489,9 +546,10 @@ class EnginePrograms:
         if features.penalties and sequences.counts is not None:
             counted = jnp.where(was_live, window.slots, len(sequences.counts.seen) - 1)
             sequences = replace(sequences, counts=_count(sequences.counts, counted, tokens))
-        drafts = sequences.drafts and after_token(sequences.drafts, hidden, tokens)
         positions = jnp.where(live, positions, 0)
-        after = replace(sequences, tokens=tokens, positions=positions, live=live, drafts=drafts)
+        after = replace(sequences, tokens=tokens, positions=positions, live=live)
+        if sequences.hidden is not None:
+            after = replace(after, hidden=hidden.astype(sequences.hidden.dtype))
         return after, sampled._replace(tokens=shown)
 
     def _multiply_head(self, hidden: Float[Array, "B W"], matrix: Float[Array, "V W"]) -> Float[Array, "B V"]:
@@ -504,24 +562,40 @@ class EnginePrograms:
         return self._config.scales.logit_softcap
 
     def _propose_rows(
-        self, weights, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, plan: CachePlan, drafts: int
+        self,
+        weights,
+        sequences: EngineSlots,
+        rows: VerifiedRows,
+        window: DecodeWindow,
+        cache: Cache,
+        *,
+        plan: CachePlan,
+        drafts: int,
     ):
         """Return each sequence's last token and its drafts [B, R], and the head's cache."""
         place = partial(self._place, sequences, window, plan)
-        last = sequences.positions
-        slots, ranks = _drafts_of(sequences), window.ranks
-        proposed, cache = self._head.propose(weights, slots, last, place, cache, drafts, ranks)
+        proposed, cache = self._head.propose(weights, rows, sequences.positions, place, cache, drafts, window.ranks)
         return jnp.concatenate([sequences.tokens[:, None], proposed], axis=1), cache
 
-    def _embed_verified(self, weights: Trees, tokens, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
+    def _write_unread(
+        self, weights, rows: UnreadRows, sequences: EngineSlots, window: DecodeWindow, cache: Cache, *, plan: CachePlan
+    ):
+        """Return the head's cache with the keys and values of rows."""
+        return self._head.catch_up(weights, rows, self._place(sequences, window, plan, rows.positions), cache)
+
+    def _embed_verified(
+        self, weights: Trees, tokens, sequences: EngineSlots, kept, window: DecodeWindow, *, plan: CachePlan
+    ):
         """Return (hidden states [1, B·R, D], cursor, the layers' own embeddings, if any) of tokens [B, R]."""
         positions = sequences.positions[:, None] + jnp.arange(tokens.shape[1])
-        cursor = self._place(sequences, window, plan, positions)
+        cursor = self._place(sequences, window, plan, positions, kept)
         x, _, layer_inputs = self._embed(weights, tokens.reshape(1, -1), positions.reshape(1, -1))
         return x, cursor, layer_inputs
 
-    def _place(self, sequences: EngineSlots, window: DecodeWindow, plan: CachePlan, positions: Int[Array, "B n"]):
-        """Return the cursor of sequences' tokens at these positions."""
+    def _place(
+        self, sequences: EngineSlots, window: DecodeWindow, plan: CachePlan, positions: Int[Array, "B n"], kept=None
+    ):
+        """Return the cursor of sequences' tokens at these positions; `kept` as in `Cursor`."""
         turned = positions if window.deltas is None else positions + window.deltas[:, None]
         return rows_cursor(
             positions,
@@ -529,7 +603,7 @@ class EnginePrograms:
             self.windows,
             window.slots,
             window.ranks,
-            _drafts_of(sequences).kept,
+            kept,
             self._config.rope_tables(turned.reshape(1, -1)),
         )
 
@@ -543,34 +617,44 @@ class EnginePrograms:
         masks: UInt32[Array, "B words"] | None,
         *,
         features: Features,
-    ) -> tuple[EngineSlots, Sampled]:
-        """Return the sequences after the tokens that the model chooses behind accepted ones, and all rows' samples."""
+    ) -> tuple[EngineSlots, VerifiedRows, Sampled]:
+        """Return the sequences after the tokens that the model chooses behind accepted ones, and all rows' samples.
+
+        A row is as if the drafts before it were accepted, and else none, so that all are sampled at once.
+        """
         B, R = tokens.shape
         hidden = self._head.norm(weights, x[0])
-        ranks = None if window.ranks is None else jnp.repeat(window.ranks, R, axis=0)
-        logits = self._head.logits(weights, hidden, ranks).reshape(B, R, -1)
-        counts, goes, rows = sequences.counts, sequences.live, list[Sampled]()
-        live, count, last = sequences.live, jnp.zeros(B, jnp.int32), sequences.tokens
-        for row in range(R):
-            positions = sequences.positions + row + 1
-            own = counts and jax.tree.map(lambda each: each[window.slots], counts)
-            free = masks if masks is None or not row else jnp.full_like(masks, 0xFFFFFFFF)
-            sampled = sample(logits[:, row], window.controls, positions, own, features, free)
-            chosen = sampled.tokens
-            stays = sampled.finite & (chosen[:, None] != window.stops).all(-1) & (positions + 1 < window.ends)
-            if features.penalties and counts is not None:
-                counts = _count(counts, jnp.where(goes, window.slots, len(counts.seen) - 1), chosen)
-            shown = jnp.where(goes, jnp.where(sampled.finite, chosen, NOT_FINITE), IDLE)
-            rows.append(sampled._replace(tokens=shown))
-            live, last = jnp.where(goes, stays, live), jnp.where(goes, chosen, last)
-            count = jnp.where(goes, row + 1, count)
-            if row + 1 < R:
-                goes = goes & stays & self.matches(chosen, tokens[:, row + 1], positions)
-        all_rows = jax.tree.map(lambda *each: jnp.stack(each), *rows)
-        following = jnp.where(all_rows.tokens.T == IDLE, 0, all_rows.tokens.T)
-        drafts = DraftSlots(hidden=hidden.reshape(B, R, -1), tokens=following, count=count, kept=count)
-        positions = jnp.where(live, sequences.positions + count, 0)
-        return EngineSlots(tokens=last, positions=positions, live=live, counts=counts, drafts=drafts), all_rows
+        each: Any = partial(jax.tree.map, lambda of: jnp.repeat(of, R, axis=0))
+        logits = self._head.logits(weights, hidden, each(window.ranks))
+        positions = sequences.positions[:, None] + jnp.arange(1, R + 1)
+        counts = sequences.counts
+        own = counts and _with_drafts(jax.tree.map(lambda of: of[window.slots], counts), tokens)
+        if masks is not None:  # only those of the first row are known
+            masks = jnp.where((jnp.arange(B * R) % R == 0)[:, None], each(masks), np.uint32(0xFFFFFFFF))
+        sampled = sample(logits, each(window.controls), positions.reshape(-1), own, features, masks)
+        sampled = jax.tree.map(lambda of: of.reshape(B, R, *of.shape[1:]), sampled)
+        chosen, ends = sampled.tokens, window.ends[:, None]
+        stays = sampled.finite & (chosen[:, :, None] != window.stops[:, None]).all(-1) & (positions + 1 < ends)
+        matched = stays[:, :-1] & self.matches(chosen[:, :-1], tokens[:, 1:], positions[:, :-1])
+        goes = sequences.live[:, None] & jnp.pad(
+            jnp.cumprod(matched, axis=1) > 0, ((0, 0), (1, 0)), constant_values=True
+        )
+        count, latest = goes.sum(1, dtype=jnp.int32), lambda of: of[jnp.arange(B), jnp.maximum(goes.sum(1) - 1, 0)]
+        live = sequences.live & latest(stays)
+        if features.penalties and counts is not None:
+            counts = _count(counts, jnp.where(goes, window.slots[:, None], len(counts.seen) - 1), chosen)
+        states = hidden.astype(_states_of(sequences).dtype).reshape(B, R, -1)
+        after = EngineSlots(
+            tokens=jnp.where(sequences.live, latest(chosen), sequences.tokens),
+            positions=jnp.where(live, sequences.positions + count, 0),
+            live=live,
+            counts=counts,
+            hidden=latest(states),
+        )
+        rows = VerifiedRows(hidden=states, tokens=chosen, count=jnp.maximum(count, 1), kept=count)
+        shown = jnp.where(goes, jnp.where(sampled.finite, chosen, NOT_FINITE), IDLE)
+        sampled = jax.tree.map(lambda of: jnp.moveaxis(of, 1, 0), sampled._replace(tokens=shown))
+        return after, rows, sampled
 
     @staticmethod
     def matches(chosen: Int[Array, " B"], drafts: Int[Array, " B"], positions: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -580,14 +664,14 @@ class EnginePrograms:
 
     def with_prompts(self, slots: EngineSlots, index, hidden: Float[Array, "n D"]) -> EngineSlots:
         """Return the state in which these slots' prompts end with these states of the model."""
-        return replace(slots, drafts=self._remember(_drafts_of(slots), index, hidden))
+        return replace(slots, hidden=self._remember(_states_of(slots), index, hidden))
 
     def with_copies(self, slots: EngineSlots, copies: CacheCopies) -> EngineSlots:
         """Return the state in which slots have the prompts' states of others."""
-        if slots.drafts is None:
+        if slots.hidden is None:
             return slots
         sources, targets = copies.slots
-        return replace(slots, drafts=self._remember(slots.drafts, targets, slots.drafts.hidden[sources, 0]))
+        return replace(slots, hidden=self._remember(slots.hidden, targets, slots.hidden[sources]))
 
     def _copy_pages(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         def copied(kind: LayerKind, cache):
@@ -614,39 +698,41 @@ def _write_pages(caches: list[Cache], pages: Int[Array, " n"], values: list[Cach
 
 
 def make_sequences(
-    plan: CachePlan, vocabulary: int, features: Features, device=None, drafts: DraftSlots | None = None
+    plan: CachePlan, vocabulary: int, features: Features, device=None, states: tuple[int, Any] | None = None
 ) -> EngineSlots:
-    """Return the state of slots without sequences, and of one more."""
+    """Return the state of slots without sequences, and of one more; `states` are width and dtype, for drafts."""
     zeros = partial(zeros_on, device)
     S, counts = plan.slots + 1, None
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
     empty: dict[str, Any] = {name: zeros(S, jnp.int32) for name in ("tokens", "positions")}
-    return EngineSlots(**empty, live=zeros(S, bool), counts=counts, drafts=drafts)
+    hidden = None if states is None else zeros((S, states[0]), states[1])
+    return EngineSlots(**empty, live=zeros(S, bool), counts=counts, hidden=hidden)
 
 
-def _drafts_of(slots: EngineSlots) -> DraftSlots:
-    assert slots.drafts is not None
-    return slots.drafts
+def _states_of(slots: EngineSlots) -> Float[Array, "S D"]:
+    assert slots.hidden is not None
+    return slots.hidden
 
 
-def _begin(slots: EngineSlots, window: DecodeWindow, *, rows: int = 1) -> EngineSlots:
-    """Return the window's sequences, with so many rows for drafts; their counts remain those of all slots."""
+def _with_states(states: Float[Array, "S D"], index: Int[Array, " n"], new: Float[Array, "n D"]) -> Float[Array, "S D"]:
+    return states.at[index].set(new.astype(states.dtype))
+
+
+def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
+    """Return the window's sequences; their counts remain those of all slots."""
     old = jax.tree.map(lambda rows: rows[window.slots], replace(slots, counts=None))
     nobody = window.slots == len(slots.live) - 1
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    drafts = None if old.drafts is None else as_begun(old.drafts, window.fresh, window.tokens).of_rows(rows)
-    positions = jnp.where(live, positions, 0)
-    return EngineSlots(tokens=tokens, positions=positions, live=live, counts=slots.counts, drafts=drafts)
+    return replace(old, tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
 
 
 def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:
     """Return the state of all slots after a window of these sequences."""
-    drafts = sequences.drafts and sequences.drafts.of_rows(_drafts_of(slots).tokens.shape[1])
-    new = replace(sequences, counts=None, drafts=drafts)
-    after = jax.tree.map(lambda rows, changed: rows.at[window.slots].set(changed), replace(slots, counts=None), new)
+    old, new = replace(slots, counts=None), replace(sequences, counts=None)
+    after = jax.tree.map(lambda rows, changed: rows.at[window.slots].set(changed), old, new)
     return replace(after, counts=sequences.counts)
 
 
@@ -659,7 +745,19 @@ def _ring(window: DecodeWindow, plan: CachePlan, size: int) -> Int[Array, "B P"]
     return ring_table(window.slots, plan.ring(size), plan.table)
 
 
-def _count(counts: Counts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Counts:
+def _with_drafts(counts: Counts, tokens: Int[Array, "B R"]) -> Counts:
+    """Return counts for each row of sequences, in which the drafts before it, after the first token, are answered."""
+    B, R = tokens.shape
+    rows, V = jnp.arange(R), counts.seen.shape[1]
+    index = (
+        jnp.arange(B)[:, None, None] * R + rows[:, None],
+        jnp.where(rows[1:] <= rows[:, None], tokens[:, None, 1:], V),
+    )
+    seen, answered = (jnp.repeat(of, R, axis=0) for of in (counts.seen, counts.answered))
+    return Counts(seen=seen.at[index].set(True, mode="drop"), answered=answered.at[index].add(1, mode="drop"))
+
+
+def _count(counts: Counts, slots: Int[Array, " *B"], tokens: Int[Array, " *B"]) -> Counts:
     return Counts(seen=counts.seen.at[slots, tokens].set(True), answered=counts.answered.at[slots, tokens].add(1))
 
 

@@ -78,27 +78,22 @@ class SlotStates:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Replayed:
-    """States of sequences before the tokens of a step, some of which count: the next step applies these. A pytree."""
+    """States before the tokens of a window's last step, some of which count: the next step applies these. A pytree."""
 
     states: Any
     """Of all slots."""
-    kept: tuple[Float[Array, "slots R *V"], ...]
-    """What each of the tokens gave to the states."""
+    kept: tuple[Float[Array, "S R *V"], ...]
+    """What each of the tokens gave to the states, of the window's sequences."""
 
     @classmethod
-    def empty(cls, states: Any, values: tuple[jax.ShapeDtypeStruct, ...], slots: int, rows: int, device=None):
-        """Return states with room for so many tokens of each slot, which give such values."""
-        return cls(states, tuple(zeros_on(device, (slots, rows, *spec.shape), spec.dtype) for spec in values))
+    def begin(cls, states: Any, values: tuple[jax.ShapeDtypeStruct, ...], sequences: int, rows: int) -> "Replayed":
+        """Return states behind all tokens, with room for so many of each sequence, which give such values."""
+        return cls(states, tuple(jnp.zeros((sequences, rows, *spec.shape), spec.dtype) for spec in values))
 
-    def read(self, slots: Int[Array, " S"]) -> tuple[Float[Array, "S R *V"], ...]:
-        """Return what the tokens of these slots gave."""
-        return tuple(stored[slots] for stored in self.kept)
-
-    def keep(self, index: int, slots: Int[Array, " S"], values: Float[Array, "S n *V"]) -> "Replayed":
-        """Return the same with what n tokens of these slots gave, the `index`-th of their values."""
-        stored = self.kept[index]
-        written = stored.at[slots, : values.shape[1]].set(values.astype(stored.dtype))
-        return Replayed(self.states, (*self.kept[:index], written, *self.kept[index + 1 :]))
+    def keep(self, index: int, values: Float[Array, "S R *V"]) -> "Replayed":
+        """Return the same with what the tokens gave, the `index`-th of their values."""
+        values = values.astype(self.kept[index].dtype)
+        return Replayed(self.states, (*self.kept[:index], values, *self.kept[index + 1 :]))
 
 
 @jax.tree_util.register_dataclass

@@ -367,7 +367,7 @@ def advance_rows(
         begun: False for sequences without a token before the kept ones, whatever is in their slot.
         kept: qkv, g and beta, as `gated_delta_rule`'s, of tokens before.
         counts: of the kept tokens that count, the first ones.
-        tokens: qkv, g and beta of those whose outputs are wanted.
+        tokens: qkv, g and beta of those whose outputs are wanted; there may be none.
         heads: of the tokens.
         backend: `auto`, `reference` or `triton`; see `DELTA_STEP.choose`.
 
@@ -386,4 +386,5 @@ def advance_rows(
     for qkv, g, beta in zip(*(jnp.unstack(x, axis=1) for x in tokens), strict=True):
         out, state = delta_step(qkv, g, beta, state, heads)
         outputs.append(out)
-    return jnp.stack(outputs, axis=1), states
+    wanted = jnp.zeros((len(slots), 0, *states.shape[1::2]), tokens[0].dtype)
+    return jnp.stack(outputs, axis=1) if outputs else wanted, states

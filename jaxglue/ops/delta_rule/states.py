@@ -124,10 +124,12 @@ def convolution_step(
     bias: Float[Array, " C"] | None = None,
 ) -> tuple[Float[Array, "S C"], Float[Array, "S W-1 C"]]:
     """Return `causal_convolution` of a token behind each of the inputs, and the inputs with it."""
-    seen = jnp.concatenate([inputs, x[:, None].astype(inputs.dtype)], axis=1)
-    total = jnp.einsum("swc,cw->sc", seen.astype(jnp.float32), weight[:, 0].astype(jnp.float32))
+    seen = [*jnp.unstack(inputs, axis=1), x.astype(inputs.dtype)]
+    taps = jnp.unstack(weight[:, 0].astype(jnp.float32), axis=1)
+    # A product of matrices would transpose the inputs.
+    total = sum(token.astype(jnp.float32) * tap for token, tap in zip(seen, taps, strict=True))
     total = total if bias is None else total + bias.astype(jnp.float32)
-    return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]
+    return jax.nn.silu(total).astype(x.dtype), jnp.stack(seen[1:], axis=1)
 
 
 def delta_step(

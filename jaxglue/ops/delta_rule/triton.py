@@ -171,11 +171,13 @@ class TritonDeltaStep(Launcher):
     def rows(self, states, slots, begun, kept, counts, tokens, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
         """Return `advance_rows`' (outputs, states)."""
         (S, R, N), (*_, H, V), columns = tokens[1].shape, states.shape, min(_COLUMNS, states.shape[-1])
-        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, R, N, V), tokens[0].dtype))
+        if not R:  # a kernel takes no empty arrays
+            tokens = kept
+        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, max(R, 1), N, V), tokens[0].dtype))
         sizes = {"KEPT": kept[1].shape[1], "ROWS": R}
         sizes |= {"K": heads.keys, "G": N // heads.keys, "H": H, "V": V, "BLOCK_V": columns}
         cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * S * N * H * V * 4)
         arrays = *kept, counts, *tokens, slots, begun.astype(jnp.int32), *written
         self._launch(step_kernels.rows_kernel, arrays, (), (V // columns, N, S), sizes, 4, cost=cost)
         states, out = map(jax.freeze, written)
-        return out, states
+        return out[:, :R], states
