@@ -6,8 +6,8 @@
 Every turn has the same number of tokens; a tool's time is log-normal (mean 1 s, σ 0.5), and its result some tokens. An
 ideal scheduler takes the longer of decoding and of the tools' time over the episodes that wait. Episodes alone, all
 decoding at once, take at least the time of the one whose tools take longest: its tools' and that of all turns with
-instant tools. A run in which programs were compiled is measured again, twice at most; `compiled` counts those of the
-runs that are told.
+instant tools. Programs are compiled before, by few episodes; `compiled` counts those that were compiled in a
+measurement all the same. Each row is written as it comes, the episodes alone first.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Condition
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -33,7 +34,14 @@ from jaxglue.models.parameters import split_model
 
 PROMPT, RESULT = 200, 32
 SIGMA = 0.5
-RUNS = 3
+FEW = (1, 2, 4, 8, 16)
+"""Episodes whose prompts and results fill rows of each size."""
+_BEGUN = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """Print what is done, with the seconds since the beginning."""
+    print(f"{time.perf_counter() - _BEGUN:7.1f} s  {text}", flush=True)
 
 
 class Episodes:
@@ -51,7 +59,7 @@ class Episodes:
         self._rng, self._turns, self._tokens, self._seconds = np.random.default_rng(0), turns, tokens, seconds
         self._waiting, self.left, self._news = deque(range(count)), count, Condition()
         self._ready, self._released, self._episodes = deque[Turn](), deque[Turn](), dict[Turn, tuple[int, int]]()
-        self._threads = ThreadPoolExecutor(begun)
+        self._threads, self._count = ThreadPoolExecutor(begun), count
         for _ in range(min(begun, count)):
             self._begin()
 
@@ -70,6 +78,8 @@ class Episodes:
         episode, number = self._episodes.pop(turn)
         if number == self._turns:
             self.left -= 1
+            if self._count >= 64 and self.left % (self._count // 10) == 0:
+                say(f"  {self._count - self.left} episodes are over")
             self._released.append(turn)
             if self._waiting:
                 self._begin()
@@ -116,40 +126,36 @@ def main() -> None:
     config = config_from_hf(SHAPES[arguments.shape])
     dtype = jnp.float32 if arguments.shape == "tiny" else jnp.bfloat16
     graphdefs, *trees = split_model(random_model(config, dtype=dtype), nnx.LoRAParam)
+    jax.block_until_ready(trees)
     engine = Engine(graphdefs, config, dtype=dtype)
     longest = PROMPT + arguments.turns * arguments.tokens + (arguments.turns - 1) * RESULT
     free = None if arguments.memory is None else arguments.memory * 2**30
     options = {"cache_dtype": dtype, "batch_size": arguments.decoding, "free": free}
     plan = plan_cache([(longest // 2, longest)] * 2 * arguments.decoding, config, dtype, **options)
+    say(f"weights are there; {plan}, {plan.pages} pages")
     sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_tokens=arguments.tokens)
     seconds = np.random.default_rng(1).lognormal(
         np.log(arguments.mean) - SIGMA**2 / 2, SIGMA, (arguments.episodes, max(arguments.turns - 1, 1))
     )
 
-    def run(count: int, turns: int, tokens: int, waits: bool) -> float:
-        source = Episodes(count, turns, tokens, arguments.begun, seconds * waits)
+    def run(count: int, turns: int, tokens: int, waits: bool) -> tuple[float, int]:
+        """Return the seconds of a run, and how many programs were compiled in it."""
+        before, source = engine.compilations(), Episodes(count, turns, tokens, arguments.begun, seconds * waits)
         begun = time.perf_counter()
         decode_turns(engine, tuple(trees), source, plan, sampling, (), whole=True)
-        return time.perf_counter() - begun
-
-    def measure(count: int, waits: bool) -> tuple[float, int]:
-        """Return the seconds of a run, and how many programs were compiled in it."""
-        for _ in range(RUNS):
-            before = engine.compilations()
-            duration = run(count, arguments.turns, arguments.tokens, waits)
-            engine.wait()
-            if not (compiled := engine.compilations() - before):
-                break
+        duration, compiled = time.perf_counter() - begun, engine.compilations() - before
+        say(f"{count} episodes of {turns} turns of {tokens} tokens: {duration:.2f} s, {compiled} programs compiled")
         return duration, compiled
 
-    begun, counts, results = time.perf_counter(), (arguments.episodes, arguments.alone), []
-    for count in counts:  # the programs of windows and rows of each size, at a small part of the tokens
-        for waits in (False, True):
-            run(min(count, 2 * arguments.begun), min(3, arguments.turns), min(16, arguments.tokens), waits)
-            engine.wait()
-    compiled = time.perf_counter() - begun
-    for count in counts:
-        (instant, first), (waiting, second) = (measure(count, waits) for waits in (False, True))
+    for count in (*(few for few in FEW if few <= arguments.decoding), arguments.decoding):
+        run(count, 2, 8, False)
+    engine.wait()
+    say("windows of all sizes are compiled")
+    results = []
+    for count in dict.fromkeys((min(arguments.alone, arguments.episodes), arguments.episodes)):
+        run(min(count, arguments.begun), 2, min(32, arguments.tokens), True)
+        runs = [run(count, arguments.turns, arguments.tokens, waits) for waits in (False, True)]
+        (instant, first), (waiting, second) = runs
         tools = float(seconds[:count, : arguments.turns - 1].sum(1).max()) if arguments.turns > 1 else 0.0
         results.append(
             {
@@ -168,10 +174,9 @@ def main() -> None:
                 "tokens/s": round(count * arguments.turns * arguments.tokens / waiting),
             }
         )
-    print(f"{plan}; compiled in {compiled:.0f} s")
-    print(table(results))
-    if arguments.json:
-        write_results(arguments.json, results)
+        print(table(results), flush=True)
+        if arguments.json:
+            write_results(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jaxglue.generation.contexts import Cursor, Places
 from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.programs import CacheCopies, DecodeWindow
-from jaxglue.generation.sampling import Controls, Features, answer_keys
+from jaxglue.generation.sampling import Controls, Features
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
 from jaxglue.ops.segments import PackedSegments, pack_forks, pack_segments, segment_bucket
 from jaxglue.vision.rows import Images, pack_prompts
@@ -81,7 +81,7 @@ class SlotTable:
         self._exact = exact
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
-        self._answers = dict[int, tuple[Any, frozenset[int]]]()
+        self._stops = dict[int, frozenset[int]]()
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
         self._deltas: Any = np.zeros(rows, np.int32) if sees else None
@@ -90,23 +90,22 @@ class SlotTable:
         zeros: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in names}
         self._fields = zeros | {"stops": np.full((rows, kind.stops), -1, np.int32)}
         self._controls: dict[str, Any] = {name: np.zeros(rows, kind) for name, (_, kind) in _SETTINGS.items()}
-        self._controls["keys"] = np.zeros((rows, *answer_keys([(0, 0, 0)]).shape[1:]), np.uint32)
+        self._controls["names"] = np.zeros((rows, 3), np.uint32)
         self._controls["bias_tokens"] = np.full((rows, kind.biases), vocabulary, np.int32)
         self._controls["biases"] = np.zeros((rows, kind.biases), np.float32)
 
     def add(self, answers: abc.Sequence[Sequence], stop: Collection[int]) -> None:
         """Add answers that wait, and end at these tokens or those of their requests."""
-        keys = answer_keys([(a.request.sampling.seed, a.request.index, a.answer) for a in answers])
-        for sequence, key in zip(answers, keys, strict=True):
-            self._answers[id(sequence)] = key, frozenset(stop).union(sequence.request.stop)
+        for sequence in answers:
+            self._stops[id(sequence)] = frozenset(stop).union(sequence.request.stop)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove an answer that has ended."""
-        self._answers.pop(id(sequence), None)
+        self._stops.pop(id(sequence), None)
 
     def stop_tokens(self, sequence: Sequence) -> frozenset[int]:
         """Return the tokens that end an answer."""
-        return self._answers[id(sequence)][1]
+        return self._stops[id(sequence)]
 
     def window(self, work: SchedulerOutput, size: int, features: Features) -> DecodeWindow:
         """Return the window of the work's answers, padded to `size` sequences, whose answers have these features."""
@@ -138,7 +137,7 @@ class SlotTable:
         return masks
 
     def _begin(self, sequence: Sequence) -> None:
-        slot, request, (key, stop) = sequence.slot or 0, sequence.request, self._answers[id(sequence)]
+        slot, request, stop = sequence.slot or 0, sequence.request, self._stops[id(sequence)]
         self._tables[slot], self._filled[slot] = 0, 0
         last = sequence.received[-1].ids[-1] if sequence.received else request.prompt[-1]
         fields, controls = self._fields, self._controls
@@ -149,7 +148,8 @@ class SlotTable:
         fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
-        controls["keys"][slot] = key
+        name = request.sampling.seed, request.index, sequence.answer
+        controls["names"][slot] = [number & 0xFFFFFFFF for number in name]
         if self._deltas is not None:
             self._deltas[slot] = 0 if request.images is None else request.images.delta
         if self._ranks is not None:

@@ -5,9 +5,9 @@ vocabulary. Probabilities below a threshold are left out, and the threshold of t
 vocabulary is never sorted, and no bound on k or on the nucleus is needed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ class Features(NamedTuple):
 class Controls:
     """Sampling of B sequences, as in `SamplingConfig`; unused parts are not read."""
 
-    keys: UInt32[Array, "B words"]
-    """Data of random keys, from `answer_keys`."""
+    names: UInt32[Array, "B 3"]
+    """Seed, index of the request and of the answer, which with a position decide the random number of a token."""
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
@@ -93,24 +93,6 @@ class Sampled(NamedTuple):
     """False where logits are infinite or NaN."""
 
 
-def answer_keys(names: Sequence[tuple[int, int, int]]) -> UInt32[np.ndarray, "n words"]:
-    """Return the data of answers' random keys, from their seed, their request's index and their own.
-
-    What else is answered changes none of them.
-    """
-    bases = {seed: np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in {name[0] for name in names}}
-    indices: Any = np.array([name[1:] for name in names], np.uint32)
-    return np.asarray(_fold(np.stack([bases[seed] for seed, _, _ in names]), indices))
-
-
-@jax.jit
-def _fold(bases: UInt32[Array, "n words"], indices: UInt32[Array, "n 2"]) -> UInt32[Array, "n words"]:
-    keys = jax.random.wrap_key_data(bases)
-    for column in indices.T:
-        keys = jax.vmap(jax.random.fold_in)(keys, column)
-    return jax.random.key_data(keys)
-
-
 def sample(
     logits: Float[Array, "B V"],
     controls: Controls,
@@ -134,7 +116,7 @@ def sample(
     positions = positions if masks is None else positions + jnp.where((masks != _ALL).any(-1), _AGAIN, 0)
     temperature, uniform, truncation = None, None, None
     if features.draws:
-        temperature, uniform = controls.temperature, _uniform(controls.keys, positions)
+        temperature, uniform = controls.temperature, _uniform(controls.names, positions)
         truncation = _truncation(controls, features)
     if masks is None:
         choice = choose_tokens(adjusted, temperature, uniform, truncation)
@@ -170,9 +152,16 @@ def with_trained(sampled: Sampled, log_probs: Float[Array, " B"], controls: Cont
     return sampled._replace(model_log_probs=log_probs, log_probs=jnp.where(plain, log_probs, sampled.log_probs))
 
 
-def _uniform(keys: UInt32[Array, "B words"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
+def _uniform(names: UInt32[Array, "B 3"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return a random number for each sequence's position."""
-    return jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions))
+
+    def draw(name: UInt32[Array, "3"], position: Int[Array, ""]) -> Float[Array, ""]:
+        key = jax.random.key(name[0])
+        for number in (name[1], name[2], position):
+            key = jax.random.fold_in(key, number)
+        return jax.random.uniform(key)
+
+    return jax.vmap(draw)(names, positions)
 
 
 def _truncation(controls: Controls, features: Features) -> Truncation | None:

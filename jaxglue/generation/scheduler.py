@@ -379,16 +379,21 @@ class Scheduler:
         holders = [held.pages for held in self._held.values() if held is not but]
         return len(self._pool) + self._pool.held_by(holders, frozenset(needed))
 
+    def _has(self, count: int, but: Held | None = None) -> bool:
+        """Return whether so many pages are available; held ones, which take long to count, often need not be."""
+        return count <= len(self._pool) or count <= self._available(but)
+
     def _take(self, count: int, but: Held | None = None) -> list[int]:
         """Take pages, for which held ones leave the cache where too few are free: those of the last ones to end.
 
         Their episodes are the last to go on, if all wait alike.
         """
-        for sequence, held in reversed([*self._held.items()]):
-            if len(self._pool) >= count:
-                break
-            if held is not but and held.pages:
-                self._move_out(sequence, held)
+        if len(self._pool) < count:
+            for sequence, held in reversed([*self._held.items()]):
+                if held is not but and held.pages:
+                    self._move_out(sequence, held)
+                if len(self._pool) >= count:
+                    break
         return self._pool.take(count)
 
     def _move_out(self, sequence: Sequence, held: Held) -> None:
@@ -409,7 +414,7 @@ class Scheduler:
             False if it must be known first how far these came.
         """
         for sequence in [sequence for sequence in self._running if not sequence.waits]:
-            while sequence.slot is not None and (lack := self._lack(sequence)) > self._available():
+            while sequence.slot is not None and not self._has(lack := self._lack(sequence)):
                 last = self._running[-1]
                 if last.windows:
                     return False
@@ -479,9 +484,7 @@ class Scheduler:
         begin, known = first.request.after.length - 1, first.length - 1
         all_pages = pages_of(min(first.length + self._steps, first.end))
         lack = max(all_pages - len(held.pages), 0)
-        if lack + self._promised > self._available(held) and (
-            self._running or work.fresh or lack > self._available(held)
-        ):
+        if not self._has(lack + self._promised, held) and (self._running or work.fresh or not self._has(lack, held)):
             return False
         further = self._take(lack, held)
         del self._held[first.request.after]

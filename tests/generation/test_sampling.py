@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.generation import sampling
-from jaxglue.generation.sampling import Controls, Counts, Features, answer_keys
+from jaxglue.generation.sampling import Controls, Counts, Features
 from jaxglue.ops.sampling import Truncation
 from jaxglue.ops.sampling.reference import Weights, _first_above, _threshold
 
@@ -25,9 +25,9 @@ def controls(count: int, **changed) -> Controls:
     columns = {
         name: jnp.full(count, value, jnp.int32 if name == "top_k" else jnp.float32) for name, value in values.items()
     }
-    keys = answer_keys([(7, 0, index) for index in range(count)])
+    names = jnp.stack([jnp.full(count, 7), jnp.zeros(count, int), jnp.arange(count)], axis=1).astype(jnp.uint32)
     bias = {"bias_tokens": jnp.full((count, 1), 1), "biases": jnp.full((count, 1), 2.0)}
-    return Controls(keys=keys, **columns, **bias)
+    return Controls(names=names, **columns, **bias)
 
 
 def frequencies(features: Features, logits=LOGITS, **changed) -> np.ndarray:
@@ -132,8 +132,12 @@ def test_a_token_of_weight_0_is_never_drawn():
         assert int(_first_above(weights, jnp.array([target]))[0][0]) == index
 
 
-def test_keys_depend_on_seed_request_and_answer_alone():
-    names = [(0, 3, 1), (0, 3, 0), (1, 3, 0), (0, 4, 0)]
-    keys = answer_keys(names)
-    assert len({tuple(key) for key in keys.tolist()}) == 4
-    np.testing.assert_array_equal(keys[::-1], answer_keys(names[::-1]))
+def test_random_numbers_depend_on_seed_request_answer_and_position_alone():
+    names = np.array([(0, 3, 1, 9), (0, 3, 0, 9), (1, 3, 0, 9), (0, 4, 0, 9), (0, 4, 0, 8)], np.uint32)
+    uniform = sampling._uniform(names[:, :3], jnp.asarray(names[:, 3], jnp.int32))
+    assert len(set(uniform.tolist())) == len(names)
+    for number, (seed, *others) in zip(uniform, names.tolist(), strict=True):
+        key = jax.random.key(seed)
+        for other in others:
+            key = jax.random.fold_in(key, other)
+        assert number == jax.random.uniform(key)
