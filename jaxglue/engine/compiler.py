@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.stages import Lowered, Traced
 
@@ -31,6 +32,7 @@ _LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
 """Parameters of a kernel's call that its compilation does not read."""
 _tracing = ContextVar("tracing", default=False)
 _as_written = ContextVar("as_written", default=False)
+_whole_products = ContextVar("whole_products", default=False)
 
 
 @contextlib.contextmanager
@@ -52,6 +54,26 @@ def rounds_as_written() -> bool:
     return _as_written.get()
 
 
+@contextlib.contextmanager
+def products_of(dtype: Any) -> Iterator[None]:
+    """Let programs that are made in the context multiply a model's values of this dtype without rounding them.
+
+    GPUs round float32 to TF32 in products by default, to 11 bits. Where JAX's own setting names a precision
+    (`JAX_DEFAULT_MATMUL_PRECISION`), that one holds.
+    """
+    token = _whole_products.set(jnp.dtype(dtype) == jnp.float32)
+    try:
+        yield
+    finally:
+        _whole_products.reset(token)
+
+
+def _multiplying(whole: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a program is traced."""
+    named = jax.config.jax_default_matmul_precision is not None
+    return contextlib.nullcontext() if named or not whole else jax.default_matmul_precision("highest")
+
+
 def _with_rounding(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"xla_allow_excess_precision": False} if rounds_as_written() else options
 
@@ -66,11 +88,14 @@ class Program:
     """
 
     def __init__(self, function: Callable, *, compiler_options: dict[str, Any], **options: Any):
+        whole = _whole_products.get()
+
         @functools.wraps(function)
         def trace(*args: Any, **kwargs: Any) -> Any:
             token = _tracing.set(True)
             try:
-                return function(*args, **kwargs)
+                with _multiplying(whole):
+                    return function(*args, **kwargs)
             finally:
                 _tracing.reset(token)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import Program, on_devices
+from jaxglue.engine.compiler import Program, on_devices, products_of
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.fixed_addresses import MicroBatchProgram
 from jaxglue.engine.host_buffers import Buffers
@@ -435,22 +435,22 @@ class Executor(LayerExecutor):
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        layout = Layout(mesh, dtype)
-        self.embed_head = embed_head = EmbedHead(
-            graphdefs,
-            config,
-            dtype=dtype,
-            attention=attention,
-            tile=tile,
-            exact=exact,
-            router_losses=router_losses,
-            objective=objective,
-            neftune_alpha=neftune_alpha,
-            layout=layout,
-        )
-        self._scores = ScoreHead(embed_head, layout)
-        self.config = config
-        super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
+        layout, self.config = Layout(mesh, dtype), config
+        with products_of(dtype):
+            self.embed_head = embed_head = EmbedHead(
+                graphdefs,
+                config,
+                dtype=dtype,
+                attention=attention,
+                tile=tile,
+                exact=exact,
+                router_losses=router_losses,
+                objective=objective,
+                neftune_alpha=neftune_alpha,
+                layout=layout,
+            )
+            self._scores = ScoreHead(embed_head, layout)
+            super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 
     def trace_step(
         self,

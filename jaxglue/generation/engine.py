@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from jaxtyping import Float, Int
 
-from jaxglue.engine.compiler import rounding_as_written
+from jaxglue.engine.compiler import products_of, rounding_as_written
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.decoded_experts import choose_decoded_experts
 from jaxglue.generation.draft_rule import DraftCounts, DraftPace, DraftRule, StepBytes
@@ -165,7 +165,7 @@ class Engine:
             self._sizes.clear()
 
     def _make_programs(self) -> EnginePrograms:
-        with rounding_as_written(self._as_written or self._exact):
+        with rounding_as_written(self._as_written or self._exact), products_of(self._dtype):
             return EnginePrograms(*self._model, self._fp8_layers, self._drafting, exact=self._exact)
 
     def generate(

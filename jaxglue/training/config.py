@@ -108,7 +108,7 @@ class ModelConfig(Config):
         Instead(float16="its range is too small for training; use bfloat16"),
     ] = "auto"
     """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. Trainable weights are
-    always float32."""
+    always float32. Products of float32 are not rounded to TF32, unless JAX_DEFAULT_MATMUL_PRECISION says so."""
     attention: Attention = "auto"
     """Attention backend; auto picks by GPU and shape, and reports its choice."""
     remat: str = "auto"

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.compiler import jit_step
+from jaxglue.engine.compiler import jit_step, products_of
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.head_values import HeadValues
 from jaxglue.engine.layer import add_trees
@@ -108,9 +108,10 @@ class DraftSteps:
         self._optimizer = make_optimizer(run.draft.optimizer, run.schedule.total_steps)
         self._published = jax.tree.map(np.asarray, trainable)
         self._state, self._sums = dict[str, Any](), None
-        self._gradients = jit_step(self._loss_and_gradients, donate_argnames="sums")
+        with products_of(run.dtype):
+            self._gradients = jit_step(self._loss_and_gradients, donate_argnames="sums")
+            self._compare = jit_step(self._agreement)
         self._scaled = jit_step(_mean, donate_argnames="gradients")
-        self._compare = jit_step(self._agreement)
 
     def first(self) -> Params:
         """Return the head as the folder has it, and the optimizer's state before the first step."""

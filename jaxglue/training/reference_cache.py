@@ -27,11 +27,11 @@ from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts, TrainState
 
 LogProbs = Float32[np.ndarray, "units 2"]
-_VERSION = 2
+_VERSION = 3
 """Increment when the same weights and rows yield other values."""
 _ADAPTER = re.compile(r"\.lora_\w+$")
 _TF32 = 2.0**-10
-"""Rounding of float32 products on a GPU."""
+"""Rounding of float32 products on a GPU, of bfloat16 models and where JAX's setting says so."""
 _ROUNDINGS = 8
 """Roundings by which a token's log-probability may differ between two programs of one model."""
 

@@ -27,8 +27,7 @@ class Parts(NamedTuple):
             self.graphdefs,
             self.config,
             policy=policies,
-            dtype=jnp.float32,
-            **options,
+            **{"dtype": jnp.float32} | options,
         )
 
 

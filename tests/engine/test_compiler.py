@@ -6,6 +6,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.engine.compiler import Lowering, jit_step, rounding_as_written
+from jaxglue.ops.equations import equations
 from jaxglue.ops.norm_rope import rms_norm
 from jaxglue.ops.rope import apply_rope
 
@@ -45,3 +46,24 @@ def test_programs_round_alike_whatever_they_fuse(nested):
         whole = jit_step(lambda x: parts[1](parts[0](x)) if nested else turn(norm(x)))
     assert (whole(x) == parts[1](parts[0](x))).all()
     assert not (jit_step(lambda x: turn(norm(x)))(x) == whole(x)).all()  # XLA's default, a bit more exact
+
+
+def products(executor, parts, batch) -> list:
+    """Return the precisions of a step's products of float32."""
+    traced = executor.trace_step(parts.trainable, parts.frozen, [batch])
+    found = [equation for program in traced for equation, _ in equations(program.jaxpr.jaxpr)]
+    found = [each for each in found if each.primitive.name == "dot_general"]
+    return [each.params["precision"] for each in found if each.invars[0].aval.dtype == jnp.float32]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_products_of_a_float32_model_are_not_rounded_to_tf32(split_parts, random_batch, layers):
+    """Where JAX's own setting names no precision; models of other dtypes multiply as before."""
+    parts, batch = split_parts("lora"), jax.device_put(random_batch([[5, 1, 7], [12]], 14))
+    executor = parts.executor("full", layers_per_program=layers)
+    whole = products(executor, parts, batch)
+    assert len(whole) > 50 and set(whole) == {(jax.lax.Precision.HIGHEST,) * 2}
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert (jax.lax.Precision.HIGH,) * 2 in products(executor, parts, batch)
+    half = parts.executor("full", layers_per_program=layers, dtype=jnp.bfloat16)
+    assert None in products(half, parts, batch)
