@@ -148,8 +148,8 @@ class SlotTable:
         fields["stops"][slot], fields["stops"][slot, : len(stop)] = -1, sorted(stop)
         for name, (setting, _) in _SETTINGS.items():
             controls[name][slot] = getattr(request.sampling, setting)
-        name = request.sampling.seed, request.index, sequence.answer
-        controls["names"][slot] = [number & 0xFFFFFFFF for number in name]
+        numbers = request.sampling.seed, request.index, sequence.answer
+        controls["names"][slot] = [number & 0xFFFFFFFF for number in numbers]
         if self._deltas is not None:
             self._deltas[slot] = 0 if request.images is None else request.images.delta
         if self._ranks is not None:
