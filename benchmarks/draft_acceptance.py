@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=600, help="of the base")
     parser.add_argument("--tuning-steps", type=int, default=150)
+    parser.add_argument("--draft-rate", type=float, default=1e-3, help="learning rate of the tuned heads")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--megabytes", type=float, default=20.0)
@@ -110,6 +111,7 @@ def main() -> None:
         tuned = train(
             *(scratch / "base/model", scratch / "documentation.jsonl", scratch / when, args.tuning_steps),
             *("--learning-rate", "1e-3", "--train-draft", when, "--draft-method", "full", *rows),
+            *("--draft-learning-rate", str(args.draft_rate)),
         )
         if when == "with":
             results.append({"text": "tuned on", "head": "as it was", **tuned["drafts"]["folder's"]})

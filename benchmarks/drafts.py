@@ -36,6 +36,7 @@ from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.draft import build_draft
 from jaxglue.models.parameters import split_model
+from jaxglue.ops import backend
 from jaxglue.planner.device_memory import take_fitting_blocks
 
 CONTEXT = 388
@@ -95,11 +96,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--words", type=int, default=32768, help="tokens that drafts are chosen among; 0: all")
     parser.add_argument("--seconds", type=float, default=540.0, help="in which rows begin")
+    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
     parser.add_argument("--profile", action="store_true", help="add the longest kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     begun, last = time.perf_counter(), 0.0
     accept_drawn(args.probability)
+    if args.untried:
+        backend.UNTRIED.clear()
     take_fitting_blocks(os.environ)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     config = config_from_hf(SHAPES[args.shape])

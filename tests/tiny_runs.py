@@ -24,6 +24,8 @@ from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.draft import DRAFTS, build_draft, parameter_name
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.training import loop
@@ -32,6 +34,9 @@ from jaxglue.training.record import read_metrics
 QUICKSTART = Path(jaxglue.__file__).parent / "recipes/quickstart"
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 1, "initializer_range": 0.3}
+HYBRID = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
+HYBRID |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 REWARDS = """
 def even(completion_ids):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
@@ -110,6 +115,9 @@ KINDS = {
     "episodes-saving": Kind(
         f"{_EPISODES.replace('CLASS', 'Saving')} --importance-sampling-mode none", model="calculator"
     ),
+    "drafts": Kind("--data {work}/chats.jsonl --train-draft with --gradient-accumulation-steps 2", model="hybrid"),
+    "drafts-after": Kind("--data {work}/chats.jsonl --train-draft after --draft-method full", model="hybrid"),
+    "grpo-drafts": Kind(f"{_GRPO} --drafts 2", model="hybrid"),
     "processes": Kind("--data {work}/chats.jsonl --batch-size 2 --eval-fraction 0.2", processes=2),
 }
 
@@ -288,7 +296,9 @@ def results(folder: Path) -> dict[str, object]:
     """Return what a run is for: losses, answers, rewards, weights and settings of what it exported."""
     lines = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     found: dict[str, object] = {
-        "losses": [tuple(line.get(key) for key in ("step", "loss", "eval_loss", "reward")) for line in lines]
+        "losses": [
+            tuple(line.get(key) for key in ("step", "loss", "eval_loss", "reward", "draft_loss")) for line in lines
+        ]
     }
     if (answers := folder / "rollouts.jsonl").exists():
         found["answers"] = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -331,17 +341,26 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
+def _draft_head(config: DecoderConfig) -> dict[str, jax.Array]:
+    """Return the tensors of a random draft head under the names of files."""
+    state = nnx.to_flat_state(nnx.state(build_draft(config, dtype=jnp.float32, rngs=nnx.Rngs(0))))
+    names = DRAFTS[config.model_type].of(config.num_hidden_layers)
+    return {names.stored(parameter_name(path)): value[...] for path, value in state}
+
+
 def _make_inputs(work: Path) -> None:
     jax.config.update("jax_platforms", "cpu")
-    for seed, (name, source) in enumerate({"model": "model", "teacher": "model", "calculator": "calculator"}.items()):
+    sources = {"model": "model", "teacher": "model", "calculator": "calculator", "hybrid": "model"}
+    for seed, (name, source) in enumerate(sources.items()):
         folder = work / name
         folder.mkdir(exist_ok=True)
         for path in (QUICKSTART / source).iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
-        raw = json.loads((folder / "config.json").read_text()) | SIZES
+        raw = json.loads((folder / "config.json").read_text()) | SIZES | (HYBRID if name == "hybrid" else {})
         (folder / "config.json").write_text(json.dumps(raw))
-        model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=seed)
-        save_tensors(work / "weights", flatten_names(split_model(model, nnx.Param)[1]))
+        config = config_from_hf(raw)
+        tensors = flatten_names(split_model(random_model(config, dtype=jnp.float32, seed=seed), nnx.Param)[1])
+        save_tensors(work / "weights", tensors | (_draft_head(config) if name == "hybrid" else {}))
         (work / "weights/model.safetensors").rename(folder / "model.safetensors")
     rows = [{"text": f"day {i} was {'good' if i % 3 else 'bad'}", "label": int(i % 3 > 0)} for i in range(60)]
     for name, lines in {

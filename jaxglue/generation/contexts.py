@@ -198,13 +198,15 @@ class DecodeContext(_Appending):
         )
         return out[None]
 
-    def _write_and_attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S N H"]:
-        """Write all tokens to the cache, and then compute attention of each."""
+    def _write_and_attend(
+        self, q, k, v, *, window: int | None = None, rows: int = 1, **options: Any
+    ) -> Float[Array, "1 S N H"]:
+        """Write all tokens to the cache, so many of each sequence, and then compute attention of each."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
         new = q[0], k[0], v[0]
         rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
-        at = cursor.tables[cursor.places.windows.index(window)], cursor.positions
-        return paged_attention(rotated, self.keys, *at, window=window, forks=cursor.forks, **options)[None]
+        at = cursor.tables[cursor.places.windows.index(window)][::rows], cursor.positions[::rows]
+        return paged_attention(rotated, self.keys, *at, window=window, forks=cursor.forks, rows=rows, **options)[None]
 
     def attend_latents(self, q, token, rank: int, scale: float) -> Float[Array, "1 S N rank"]:
         """Compute the weighted latents over each slot's cache, including the new token [1, S, 1, W]."""
@@ -254,6 +256,11 @@ class VerifyContext(ExtendContext):
     Keys and values of those that do not count are overwritten. A recurrent layer has the states before a step, and what
     the step's tokens gave to them: the next step begins with those that count.
     """
+
+    def attend(self, q, k, v, *, window: int | None = None, **options: Any) -> Float[Array, "1 S*R N H"]:
+        """Write all tokens to the cache, and then compute attention of each."""
+        rows = q.shape[1] // len(self._cursor.slots)
+        return self._write_and_attend(q, k, v, window=window, rows=rows, **options)
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S*R C"]:
         """Convolve each sequence's tokens with those before them."""

@@ -198,6 +198,8 @@ class ModelConfig(Config):
     published names."""
     draft_method: Literal["lora", "full"] | None = None
     """Train adapters on the draft head, merged when it is written, or all its weights; by default as --method says."""
+    draft_learning_rate: PositiveFloat | None = None
+    """Learning rate of the draft head; by default the model's, or its own method's: adapters 2e-4, all weights 5e-5."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0

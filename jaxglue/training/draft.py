@@ -34,6 +34,8 @@ from jaxglue.training.run import DraftPlan, Setup
 
 _CHUNK = 256
 """Tokens whose distributions are compared at a time."""
+_RATES = {"lora": 2e-4, "full": 5e-5}
+"""Learning rates of heads whose method is not the model's; of all weights that of vLLM's speculators."""
 Parts = dict[str, tuple[Params, Params]]
 """Trainable and frozen parameters of the model's embedding, final norm and output projection."""
 
@@ -57,9 +59,11 @@ def plan_draft(config: TrainConfig, workload: Workload) -> DraftPlan | None:
     find_draft(config.model.folder, workload.config)
     method = config.model.draft_method or config.model.method
     lora = LoraConfig(rank=config.lora.rank, alpha=config.lora.alpha, rslora=config.lora.rslora)
-    rate = config.optimizer.learning_rate
-    if method != config.model.method:
-        rate = config.objective.kind.learning_rates[method] * config.optimizer.kind.rate_factor
+    rate = config.model.draft_learning_rate
+    if rate is None and method == config.model.method:
+        rate = config.optimizer.learning_rate
+    elif rate is None:
+        rate = _RATES[method] * config.optimizer.kind.rate_factor
     return DraftPlan(
         when=config.model.train_draft,
         lora=lora if method == "lora" else None,

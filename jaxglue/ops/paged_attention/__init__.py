@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_tried, check_triton
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate, scale_queries, style_of
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
@@ -50,6 +50,8 @@ class PagedCall:
     softcap: float | None = None
     forked: bool = False
     """Sums over keys have one order, that of training's tiles."""
+    rows: int = 1
+    """Queries of a sequence, of tokens one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +81,8 @@ class AppendAndAttendCall:
 
 def _check(capability: Capability | None, call: PagedCall) -> None:
     _check_cache(capability, call.dtype, call.cache)
+    if call.rows > 1:
+        check_tried("attention of several tokens of a sequence")
 
 
 def _check_cache(capability: Capability | None, dtype: jnp.dtype, cache: KVPages) -> None:
@@ -128,7 +132,12 @@ def _load_tiles(capability: Capability, call: PagedCall) -> "TritonTiledPages":
 PAGED_ATTENTION = Operation(
     name="paged attention",
     backends={
-        "triton": Backend(check=_check, load=_load, advantage="reads visible pages only", reads=_ATTEND),
+        "triton": Backend(
+            check=_check,
+            load=_load,
+            advantage="reads visible pages only",
+            reads={**_ATTEND, PagedCall: (*(_ATTEND[PagedCall] or ()), "rows")},
+        ),
         "tiles": Backend(
             check=_check_tiles,
             load=_load_tiles,
@@ -274,7 +283,7 @@ def latent_attention(
 
 
 def paged_attention(
-    q: Float[Array, "S N H"],
+    q: Float[Array, "M N H"],
     cache: KVPages,
     tables: Int[Array, "S P"],
     positions: Int[Array, " S"],
@@ -283,9 +292,10 @@ def paged_attention(
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
     forks: Int[Array, " S"] | None = None,
+    rows: int = 1,
     backend: str = "auto",
-) -> Float[Array, "S N H"]:
-    """Compute attention of each sequence's last token over its cache, with scores over √H.
+) -> Float[Array, "M N H"]:
+    """Compute attention of each sequence's last token over its cache, or of its last few, with scores over √H.
 
     Args:
         q: rotated queries at `positions`; N query heads share K key/value heads.
@@ -298,18 +308,29 @@ def paged_attention(
         forks: tokens of each sequence's beginning. Sums over keys then have the order of training, whose rows hold
             beginnings once: in tiles of `key_tile` keys from the first token, and again from the one at the fork, so
             that a query has the bits of `packed_attention` with `exact`.
+        rows: queries of each sequence, M / S, side by side: the first is at its position, the next one behind it, ….
         backend: one of `PAGED_ATTENTION.names`.
 
     Raises:
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
-    S, N, H = q.shape
+    (M, N, H), S = q.shape, len(q) // rows
     _check_shapes(cache, N, H)
-    if tables.shape[:1] != (S,) or positions.shape != (S,):
+    if tables.shape[:1] != (S,) or positions.shape != (S,) or M % rows:
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
     call = PagedCall(dtype=q.dtype, cache=cache, window=window, sinks=sinks is not None, softcap=softcap)
-    call = replace(call, forked=forks is not None)
+    call = replace(call, forked=forks is not None, rows=rows)
     kernels: Any = PAGED_ATTENTION.load(call, backend=backend)
+    if rows > 1:
+        if kernels is not None:
+            own = {"window": window, "sinks": sinks, "softcap": softcap, "rows": rows}
+            return kernels.attend(q, cache, tables, positions, **own)
+        last = tables.shape[1] * cache.page - 1
+        positions = jnp.minimum(positions[:, None] + jnp.arange(rows), last).reshape(M)
+        tables = jnp.repeat(tables, rows, axis=0)
+        return paged_attention(
+            q, cache, tables, positions, window=window, sinks=sinks, softcap=softcap, forks=forks, backend=backend
+        )
     if forks is not None:
         in_tiles = tiled_paged_attention if kernels is None else kernels.attend
         return in_tiles(q, cache, tables, positions, forks, window=window, sinks=sinks, softcap=softcap)

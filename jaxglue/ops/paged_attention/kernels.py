@@ -70,10 +70,12 @@ def _attend_pages(
     highest, total,
     K: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr = 1, G: tl.constexpr = 1,
 ):  # fmt: skip
     """Attend queries [BLOCK_G, BLOCK_H] at a position over the pages in [begin, end), up to the token `newest`.
 
-    page is the table's entry at `begin`, if there are pages.
+    page is the table's entry at `begin`, if there are pages. With several ROWS, G queries each are at the position, the
+    next one, … .
 
     Warps attend BLOCK_T tokens each of a step, apart from each other: a step has no sums over several warps, and its
     products, keys by queries and values by weights, are as wide as there are queries, not the 16 of tensor cores'
@@ -116,9 +118,16 @@ def _attend_pages(
             scores *= FACTOR
         if CAP > 0:
             scores = _cap(scores, CAP) * LOG2_E
-        if WINDOW > 0:
-            visible = visible & (positions > position - WINDOW)
-        scores = tl.where(visible[:, :, None], scores, MASKED)
+        if ROWS > 1:
+            own = (position + tl.arange(0, BLOCK_G) // G)[None, None, :]
+            seen = positions[:, :, None] <= own
+            if WINDOW > 0:
+                seen = seen & (positions[:, :, None] > own - WINDOW)
+            scores = tl.where(seen & visible[:, :, None], scores, MASKED)
+        else:
+            if WINDOW > 0:
+                visible = visible & (positions > position - WINDOW)
+            scores = tl.where(visible[:, :, None], scores, MASKED)
         higher = tl.maximum(highest, tl.ceil(tl.max(scores, 1)))  # whole, as in training's kernels
         weights, rescale = tl.exp2(scores - higher[:, None, :]), tl.exp2(highest - higher)
         total, highest = total * rescale + tl.sum(weights, 1), higher
@@ -144,56 +153,61 @@ def paged_kernel(
     q, keys, values, key_scales, value_scales, tables, positions, sinks, out, lse,
     P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PLAIN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Attend a slot's query heads of one key/value head over a share of at least LEAST pages; grid (S · K, SPLITS).
 
-    With one share, out is [S, K, G, H] and lse only a stand-in. With several, out [S, K, SPLITS, G, H] holds each
-    share's values in float32 and lse [S, K, SPLITS, G] its log-sum-exp in units of log₂; MASKED for a share without
-    pages, which writes no values.
+    A slot has queries of ROWS tokens, the first of which is at its position. With one share, out is [S, ROWS, K, G, H]
+    and lse only a stand-in. With several, out [S, ROWS, K, SPLITS, G, H] holds each share's values in float32 and lse
+    [S, ROWS, K, SPLITS, G] its log-sum-exp in units of log₂; MASKED for a share without pages that a query sees.
     """
     slot, head, split = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1)
     lane, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
-    heads = (lane < G)[:, None] & (column < H)[None, :]
+    used = lane < ROWS * G
+    heads = used[:, None] & (column < H)[None, :]
     position = tl.load(positions + slot)
+    newest = position
+    if ROWS > 1:
+        newest = tl.minimum(position + ROWS - 1, P * PAGE - 1)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0) // PAGE
-    end = position // PAGE + 1
+    end = newest // PAGE + 1
     if SPLITS > 1:
         share = tl.maximum((end - begin + SPLITS - 1) // SPLITS, LEAST)
         begin += split * share
         end = tl.minimum(begin + share, end)
     page = tl.load(tables + slot * P + begin, mask=begin < end, other=0)
 
-    query = tl.load(q + (slot * K + head) * G * H + lane[:, None] * H + column[None, :], mask=heads, other=0.0)
+    group = (slot * ROWS + lane // G) * K + head  # of a token's heads; `lane % G` is a head of them
+    query = tl.load(q + (group * G + lane % G)[:, None] * H + column[None, :], mask=heads, other=0.0)
     highest = tl.full([WARPS, BLOCK_G], MASKED, tl.float32)
     total = tl.full([WARPS, BLOCK_G], 0.0, tl.float32)
     nothing = tl.full([WARPS, BLOCK_H // 2, BLOCK_G], 0.0, tl.float32)
     first, second, highest, total = _attend_pages(
         query=query, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales,
-        table=tables + slot * P, page=page, head=head, begin=begin, end=end, position=position, newest=position,
+        table=tables + slot * P, page=page, head=head, begin=begin, end=end, position=position, newest=newest,
         first=nothing, second=nothing, highest=highest, total=total, K=K, H=H, PAGE=PAGE, WINDOW=WINDOW, SCALE=SCALE,
-        CAP=CAP, BLOCK_G=BLOCK_G, BLOCK_H=BLOCK_H, BLOCK_T=BLOCK_T, WARPS=WARPS, PLAIN=PLAIN,
+        CAP=CAP, BLOCK_G=BLOCK_G, BLOCK_H=BLOCK_H, BLOCK_T=BLOCK_T, WARPS=WARPS, PLAIN=PLAIN, ROWS=ROWS, G=G,
     )  # fmt: skip
 
     PAIRS: tl.constexpr = value_scales is not None
     if not PAIRS:
         half = column % (BLOCK_H // 2)
-        heads = (lane < G)[:, None] & (half < H // 2)[None, :]
+        heads = used[:, None] & (half < H // 2)[None, :]
         column = column // (BLOCK_H // 2) * (H // 2) + half
-    tile = lane[:, None] * H + column[None, :]
     if SPLITS == 1:
-        first, second = _finish(first, second, highest, total, sinks, head, lane, G)
+        first, second = _finish(first, second, highest, total, sinks, head, lane % G, G)
         values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, BLOCK_H)
-        tl.store(out + (slot * K + head) * G * H + tile, values.to(out.dtype.element_ty), mask=heads)
+        at = (group * G + lane % G)[:, None] * H + column[None, :]
+        tl.store(out + at, values.to(out.dtype.element_ty), mask=heads)
     else:
         some = begin < end
-        row = ((slot * K + head) * SPLITS + split) * G
+        row = (group * SPLITS + split) * G + lane % G
         total = tl.where(some, total, 1.0)
         values = _joined(tl.trans(first), tl.trans(second), PAIRS, BLOCK_G, BLOCK_H)
-        tl.store(out + row * H + tile, values / total[:, None], mask=heads & some)
-        tl.store(lse + row + lane, highest + tl.log2(total), mask=lane < G)
+        tl.store(out + row[:, None] * H + column[None, :], values / total[:, None], mask=heads & some)
+        tl.store(lse + row, highest + tl.log2(total), mask=used)
 
 
 @triton.jit

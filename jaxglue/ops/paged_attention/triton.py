@@ -67,18 +67,20 @@ class TritonPagedAttention(Launcher):
     plain: bool = False
     """Whether kernels do without instructions that the interpreter lacks."""
 
-    def attend(self, q, cache: KVPages, tables, positions, *, window: int | None, sinks, softcap: float | None):
+    def attend(
+        self, q, cache: KVPages, tables, positions, *, window: int | None, sinks, softcap: float | None, rows: int = 1
+    ):
         """See `paged_attention`."""
-        (S, N, H), (_, K, page, _), P = q.shape, cache.keys.shape, tables.shape[1]
+        (M, N, H), (_, K, page, _), (S, P) = q.shape, cache.keys.shape, tables.shape
         splits, least = _splits(S * K, P, page)
         G, tiles = N // K, self._tiles(S * K * splits, cache)
         sizes = {"P": P, "K": K, "G": G, "H": H, "PAGE": page, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
         columns = triton.next_power_of_2(H)
         constants = sizes | {"SCALE": H**-0.5, "CAP": softcap or 0.0, "BLOCK_H": columns, "PLAIN": self.plain}
-        constants |= tiles.constants(page, columns, G)
-        shape = (S, N, H) if splits == 1 else (S, K, splits, G, H)
+        constants |= tiles.constants(page, columns, rows * G) | {"ROWS": rows}
+        shape = (M, N, H) if splits == 1 else (M, K, splits, G, H)
         out_type = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
-        lse_type = jax.ShapeDtypeStruct((1,) if splits == 1 else (S, K, splits, G), jnp.float32)
+        lse_type = jax.ShapeDtypeStruct((1,) if splits == 1 else (M, K, splits, G), jnp.float32)
         arrays = q, cache.keys, cache.values, cache.key_scales, cache.value_scales, tables, positions
         cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         out, lse = self._launch(

@@ -42,9 +42,9 @@ def random_case(S, N, K, H, pages, dtype=jnp.float32, cache_dtype=None, position
     return normal(S, N, H), cache, jnp.asarray(tables), jnp.asarray(positions, jnp.int32), 2 * normal(N)
 
 
-def attend(case, backend, window=None, has_sinks=False, softcap=None):
+def attend(case, backend, window=None, has_sinks=False, softcap=None, rows=1):
     *operands, sinks = case
-    options = {"window": window, "sinks": sinks if has_sinks else None, "softcap": softcap}
+    options = {"window": window, "sinks": sinks if has_sinks else None, "softcap": softcap, "rows": rows}
     run = jax.jit(lambda *operands: paged_attention(*operands, **options, backend=backend))
     return np.asarray(run(*operands), np.float32)
 
@@ -84,6 +84,26 @@ def test_interpreted_attention_matches_the_reference(
     with PAGED_ATTENTION.using(kernels(interpreted)):
         got = attend(case, "auto", window, has_sinks, softcap)
     np.testing.assert_allclose(got, attend(case, "reference", window, has_sinks, softcap), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, repeat(3)])
+@pytest.mark.parametrize(("window", "has_sinks", "programs"), [(None, False, 1), (20, True, 264)])
+def test_interpreted_attention_of_several_tokens_is_that_of_each(
+    rows, window, has_sinks, programs, interpreted, monkeypatch
+):
+    monkeypatch.setattr("jaxglue.ops.paged_attention.triton._PROGRAMS", programs)
+    monkeypatch.setattr("jaxglue.ops.backend.UNTRIED", set())
+    ends = [0, PAGE - 2, PAGE - 1, 3 * PAGE - 1, 50, 4 * PAGE - 1]  # pages of the last tokens alone, and beyond a table
+    _, *cached, sinks = random_case(len(ends), 6, 2, 16, 4, positions=ends)
+    case = random_case(len(ends) * rows, 6, 2, 16, 1)[0], *cached, sinks
+    with PAGED_ATTENTION.using(kernels(interpreted)):
+        got = attend(case, "auto", window, has_sinks, rows=rows)
+    cache, tables, positions = cached
+    for row in range(rows):
+        own = case[0][row::rows], cache, tables, jnp.minimum(positions + row, 4 * PAGE - 1), sinks
+        seen = np.asarray(positions + row < 4 * PAGE)  # others are nobody's
+        want = attend(own, "reference", window, has_sinks)
+        np.testing.assert_allclose(got[row::rows][seen], want[seen], rtol=1e-4, atol=1e-5)
 
 
 def test_interpreted_attention_splits_pages_into_steps_and_shares(interpreted, monkeypatch):
@@ -219,6 +239,19 @@ def test_kernel_matches_the_reference_on_a_gpu(sizes, window, has_sinks, cache_d
     half = random_case(*sizes, dtype=jnp.bfloat16, cache_dtype=cache_dtype)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, half)
     got, want = attend(half, "triton", window, has_sinks), attend(exact, "reference", window, has_sinks)
+    assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(64, 16, 4, 256, 20), (5, 32, 8, 128, 300)])
+@pytest.mark.parametrize("window", [None, 128])
+def test_attention_of_several_tokens_is_that_of_each_on_a_gpu(sizes, window, monkeypatch):
+    monkeypatch.setattr("jaxglue.ops.backend.UNTRIED", set())
+    (S, N, K, H, pages), rows = sizes, 3
+    positions = np.random.default_rng(1).integers(0, pages * PAGE - rows, S)
+    _, *cached, sinks = random_case(*sizes, jnp.bfloat16, positions=positions)
+    case = random_case(S * rows, N, K, H, 1, jnp.bfloat16)[0], *cached, sinks
+    got, want = (attend(case, backend, window, rows=rows) for backend in ("triton", "reference"))
     assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
 
 
