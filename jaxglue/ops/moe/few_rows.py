@@ -257,7 +257,7 @@ class TritonFewRowsExperts(Launcher):
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
-        arrays = (
+        arrays: tuple[Any, ...] = (
             x,
             tokens,
             matrices.values,
