@@ -1,16 +1,20 @@
 """Time experts of few tokens, with and without adapters and by several tiles, against the time to read their matrices.
 
     python benchmarks/experts_few_rows.py --json benchmarks/results/experts_few_rows_adapters.json
-    python benchmarks/experts_few_rows.py --layers gpt-oss-20b --formats mxfp4 --wide    # longer reads of rows beside
+    python benchmarks/experts_few_rows.py --layers gpt-oss-20b --formats mxfp4 --variants    # other tiles beside
 
 Both products of a layer for tokens routed at random, several layers' weights in one program, so that the L2 cache does
 not hold them. The limit is the time to read the matrices of the experts that some token chooses, and their adapters,
 at the rate of a plain reduction in the same run. `adapters` says what these add to the row before, without them;
 `error` is the relative difference from float32 of the first token. Kernels that no GPU has run are taken, too.
+`--once` runs each program once, for a profiler.
 """
 
 import argparse
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,20 +28,11 @@ from measure import table, write_results
 from jaxglue.ops import backend
 from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ExpertAdapter, ExpertLora, make_routing, moe_mlp, route
 from jaxglue.ops.moe.reference import Activation
+from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
 from jaxglue.ops.quant.stack import Stack, hold_matrices
-
-
-class ExpertsChoice(NamedTuple):
-    """Fields of `ExpertsTiles`, whose module needs Triton."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    ahead: int = 0
 
 
 class Layer(NamedTuple):
@@ -58,38 +53,38 @@ LAYERS = {
     "qwen3.5-35b-a3b": Layer(256, 8, 2048, 512, "swiglu", ("fp8", "nf4")),
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
-WIDE = {
+IN_USE = "in use"
+NARROW, WIDE = ({"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None, "late": late} for late in (0, 1))
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
-        "64/128/4/4": ExpertsChoice(64, 128, 4, 4),
-        "64/128/4/4, 512 bytes asked ahead": ExpertsChoice(64, 128, 4, 4, ahead=8),
-        "64/128/4/4, 256 bytes asked ahead": ExpertsChoice(64, 128, 4, 4, ahead=4),
-        "64/256/4/3": ExpertsChoice(64, 256, 4, 3),
-        "64/256/4/4": ExpertsChoice(64, 256, 4, 4),
-        "64/512/4/2": ExpertsChoice(64, 512, 4, 2),
-        "64/512/4/3": ExpertsChoice(64, 512, 4, 3),
-        "128/128/4/4": ExpertsChoice(128, 128, 4, 4),
-        "128/256/4/3": ExpertsChoice(128, 256, 4, 3),
-        "128/256/4/3, 512 bytes asked ahead": ExpertsChoice(128, 256, 4, 3, ahead=4),
+        "late": {"late": True},
+        "parts of 128": {"part": 128},
+        "late, parts of 128": {"late": True, "part": 128},
+        "64/256/4/3": NARROW,
+        "64/256/4/3, late": WIDE,
+        "64/256/4/3, late, parts of 128": WIDE | {"part": 128},
+        "64/256/4/4, late, parts of 128": WIDE | {"part": 128, "num_stages": 4},
+        "64/512/4/2, late, parts of 128": WIDE | {"part": 128, "block_k": 512, "num_stages": 2},
+        "128/128/4/4, late": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
+        "128/256/4/3, late, parts of 128": WIDE | {"part": 128, "block_n": 128},
+        "128/256/8/3, late, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},
     },
     "nf4": {
-        "64/128/4/5": ExpertsChoice(64, 128, 4, 5),
-        "128/128/4/4, 512 bytes asked ahead": ExpertsChoice(128, 128, 4, 4, ahead=8),
-        "64/128/4/5, 512 bytes asked ahead": ExpertsChoice(64, 128, 4, 5, ahead=8),
-        "64/256/4/3": ExpertsChoice(64, 256, 4, 3),
-        "128/256/4/3": ExpertsChoice(128, 256, 4, 3),
-        "64/512/4/2": ExpertsChoice(64, 512, 4, 2),
+        "late": {"late": True},
+        "64/256/4/3, late": WIDE,
+        "64/128/4/5, late": WIDE | {"block_k": 128, "num_stages": 5},
     },
-    "int8": {
-        "64/128/4/5, 512 bytes asked ahead": ExpertsChoice(64, 128, 4, 5, ahead=4),
-        "64/256/4/3": ExpertsChoice(64, 256, 4, 3),
-    },
-    "fp8": {
-        "64/128/4/5, 512 bytes asked ahead": ExpertsChoice(64, 128, 4, 5, ahead=4),
-        "64/256/4/3": ExpertsChoice(64, 256, 4, 3),
-    },
+    "int8": {"64/256/4/3": NARROW},
+    "fp8": {"64/256/4/3": NARROW},
 }
-"""Tiles (columns, step, warps, stages) whose steps read more of a row than those in use, or ask for it ahead."""
-IN_USE = "in use"
+"""Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
+ADAPTED: dict[str, dict[str, Any]] = {
+    "late": {"late": True},
+    "low ranks of 512 columns": {"shrink_k": 512},
+    "late, low ranks of 512 columns": {"late": True, "shrink_k": 512},
+    "late, low ranks of 1024 columns": {"late": True, "shrink_k": 1024},
+}
+"""Changes with adapters."""
 COPIES = 2
 """Layers whose weights are read in turn."""
 
@@ -107,13 +102,20 @@ def adapter(layer: Layer, rank: int, seed: int, rows: int, columns: int) -> Expe
 
 
 @lru_cache(maxsize=COPIES)
-def weights_of(layer: Layer, form: str, rank: int, copy: int) -> tuple[Any, Any, ExpertLora]:
-    """Return gate and up as one, down, and their adapters, of one copy of the layer."""
-    up, down = (2 * layer.F, layer.D), (layer.D, layer.F)
-    made = partial(adapter, layer, rank)
-    lora = ExpertLora(gate_up=made(10 * copy + 3, *up), down=made(10 * copy + 5, *down), scale=2.0)
+def matrices_of(layer: Layer, form: str, copy: int) -> tuple[Any, Any]:
+    """Return gate and up as one, and down, of one copy of the layer."""
     of = partial(matrix, layer, form)
-    return of(10 * copy + 1, *up), of(10 * copy + 2, *down), lora if rank else ExpertLora()
+    return of(10 * copy + 1, 2 * layer.F, layer.D), of(10 * copy + 2, layer.D, layer.F)
+
+
+@lru_cache(maxsize=COPIES)
+def lora_of(layer: Layer, rank: int, copy: int) -> ExpertLora:
+    """Return the adapters of one copy of the layer; none of rank 0."""
+    if not rank:
+        return ExpertLora()
+    made = partial(adapter, layer, rank)
+    gate_up = made(10 * copy + 3, 2 * layer.F, layer.D)
+    return ExpertLora(gate_up=gate_up, down=made(10 * copy + 5, layer.D, layer.F), scale=2.0)
 
 
 def chosen_matrices(weight: Any, chosen: jax.Array) -> jax.Array:
@@ -138,45 +140,84 @@ def want(layer: Layer, x, logits, weights: tuple[Any, Any, ExpertLora]) -> jax.A
         return moe_mlp(x[:1].astype(jnp.float32), own, *dense, **options, backend="reference")
 
 
-def measure(layer: Layer, form: str, tokens: int, rank: int, rate: float, tiles: str = IN_USE) -> dict:
-    """Time both products by some tiles of `WIDE`, or those in use, with adapters of this rank, 0 for none."""
-    x, logits = draw(1, tokens, layer.D), jax.random.normal(jax.random.key(3), (tokens, layer.E))
-    weights = [weights_of(layer, form, rank, copy) for copy in range(COPIES)]
+class Case(NamedTuple):
+    """A layer's experts at some tokens, with adapters of this rank, 0 for none, by some tiles."""
 
-    def chain(x, logits, weights):
-        routing = route(logits, layer.k, normalize=True, inference=True)
-        options: dict[str, Any] = {"activation": layer.activation, "transpose_rhs": True, "inference": True}
-        return [moe_mlp(x, routing, gate_up, down, lora=lora, **options) for gate_up, down, lora in weights]
+    layer: Layer
+    form: str
+    tokens: int
+    rank: int
+    tiles: str = IN_USE
 
-    touched = len(np.unique(jax.lax.top_k(logits, layer.k)[1])) / layer.E
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) * touched for part in (weights[0][:2], weights[0][2])]
-    shown = {"tokens": tokens, "format": form.replace("none", "bf16"), "rank": rank}
-    shown["tiles"] = tiles
-    try:
-        with using(None if tiles == IN_USE else WIDE[form][tiles]):
-            program = looped(chain, x, logits, weights)
-            difference = error(program(x, logits, weights)[0][:1], want(layer, x, logits, weights[0]))
-            spent = seconds(program, x, logits, weights) / (COPIES * TURNS)
-    except Exception as failed:  # a tile that takes too many resources is a result, too
-        return shown | {"us": math.nan, "limit us": round(sum(sizes) / rate * 1e6, 1), "error": str(failed)[:60]}
-    return shown | {
-        "us": round(spent * 1e6, 1),
-        "limit us": round(sum(sizes) / rate * 1e6, 1),
-        "of the limit": f"{sum(sizes) / rate / spent:.0%}",
-        "bytes of adapters": f"{sizes[1] / sizes[0]:.1%}",
-        "error": f"{difference:.4f}",
-    }
+    @property
+    def change(self) -> dict[str, Any] | None:
+        """Return the fields in which tiles differ from those in use; None for these."""
+        return None if self.tiles == IN_USE else (ADAPTED if self.rank else VARIANTS[self.form])[self.tiles]
+
+    def inputs(self) -> tuple[jax.Array, jax.Array, list[tuple[Any, Any, ExpertLora]]]:
+        """Return tokens, routers' logits, and weights."""
+        x, layer = draw(1, self.tokens, self.layer.D), self.layer
+        logits = jax.random.normal(jax.random.key(3), (self.tokens, layer.E))
+        copies = range(COPIES)
+        return x, logits, [(*matrices_of(layer, self.form, copy), lora_of(layer, self.rank, copy)) for copy in copies]
+
+    def compile(self) -> Any:
+        """Return the program; an exception for tiles that take too many resources, a result, too."""
+        layer = self.layer
+
+        def chain(x, logits, weights):
+            routing = route(logits, layer.k, normalize=True, inference=True)
+            options: dict[str, Any] = {"activation": layer.activation, "transpose_rhs": True, "inference": True}
+            return [moe_mlp(x, routing, gate_up, down, lora=lora, **options) for gate_up, down, lora in weights]
+
+        try:
+            with using(self):
+                return looped(chain, *self.inputs()).lower(*self.inputs()).compile()
+        except Exception as failed:
+            return failed
+
+    def measure(self, program: Any, rate: float) -> dict:
+        """Time the program."""
+        x, logits, weights = inputs = self.inputs()
+        touched = len(np.unique(jax.lax.top_k(logits, self.layer.k)[1])) / self.layer.E
+        parts = weights[0][:2], weights[0][2]
+        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) * touched for part in parts]
+        shown = {"tokens": self.tokens, "format": self.form.replace("none", "bf16"), "rank": self.rank}
+        shown["tiles"] = self.tiles
+        try:
+            if isinstance(program, Exception):
+                raise program
+            difference = error(program(*inputs)[0][:1], want(self.layer, x, logits, weights[0]))
+            spent = seconds(program, *inputs) / (COPIES * TURNS)
+        except Exception as failed:
+            return shown | {"us": math.nan, "limit us": round(sum(sizes) / rate * 1e6, 1), "error": str(failed)[:60]}
+        return shown | {
+            "us": round(spent * 1e6, 1),
+            "limit us": round(sum(sizes) / rate * 1e6, 1),
+            "of the limit": f"{sum(sizes) / rate / spent:.0%}",
+            "bytes of adapters": f"{sizes[1] / sizes[0]:.1%}",
+            "error": f"{difference:.4f}",
+        }
 
 
-def using(tiles: ExpertsChoice | None) -> Any:
-    """Let experts take these tiles in a context; None leaves the choice, which is the reference on a CPU."""
-    capability = backend.compute_capability()
-    if tiles is None or capability is None:
-        return jax.default_matmul_precision(None)
-    from jaxglue.ops.moe.few_rows import ExpertsTiles, TritonFewRowsExperts
+def using(case: Case) -> Any:
+    """Let experts take a case's tiles in a context."""
+    if case.change is None:
+        return nullcontext()
+    from jaxglue.ops.moe.few_rows import TritonFewRowsExperts, fitting_tiles
 
-    made = TritonFewRowsExperts.of(capability, tiles=ExpertsTiles(**tiles._asdict()))
-    return FEW_ROWS_EXPERTS.using(made)
+    rows = few_rows_tile(case.tokens * case.layer.k // case.layer.E)
+    kind = {"none": "plain", "fp8": "bytes", "int8": "bytes"}.get(case.form, case.form)
+    tiles = replace(fitting_tiles(kind, rows), **case.change)
+    return FEW_ROWS_EXPERTS.using(TritonFewRowsExperts.of(backend.HOPPER, tiles=tiles))
+
+
+def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool) -> list[Case]:
+    """Return a layer's cases at some tokens, those with adapters last; on a CPU the reference has no tiles."""
+    tiled = backend.compute_capability() is not None
+    plain = Case(layer, form, tokens, 0)
+    cases = [plain, *(plain._replace(tiles=tiles) for tiles in VARIANTS.get(form, ()) if variants and tiled)]
+    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in (IN_USE, *(ADAPTED if tiled else ())) if rank]
 
 
 def main() -> None:
@@ -185,26 +226,32 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=published)
     parser.add_argument("--formats", nargs="+", help="of those that a layer has; by default all")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512])
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument(
-        "--wide", action="store_true", help="also tiles whose steps read more of a row, without adapters"
-    )
+    parser.add_argument("--rank", type=int, default=16, help="of adapters; 0 leaves them out")
+    parser.add_argument("--variants", action="store_true", help="also other tiles, without adapters")
+    parser.add_argument("--once", action="store_true", help="run each program once, and time none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     backend.UNTRIED.clear()
-    rate, results = read_rate(), list[dict]()
+    rate, results = math.nan if args.once else read_rate(), list[dict]()
     print(f"{jax.devices()[0].device_kind}: reads {rate / 1e12:.2f} TB/s", flush=True)
     for name in args.layers:
         layer = LAYERS[name]
         for form in layer.formats if args.formats is None else [f for f in args.formats if f in layer.formats]:
+            cases = [c for n in args.tokens for c in cases_of(layer, form, n, args.rank, variants=args.variants)]
+            for case in cases[:: len(cases) - 1 or 1]:
+                case.inputs()  # made once, before threads ask for them
+            with ThreadPoolExecutor(8) as pool:
+                programs = list(pool.map(Case.compile, cases))
+            if args.once:
+                for case, program in zip(cases, programs, strict=True):
+                    jax.block_until_ready(program(*case.inputs()))
+                continue
             rows = list[dict]()
-            for tokens in args.tokens:
-                rows.append(plain := measure(layer, form, tokens, 0, rate))
-                for tiles in WIDE.get(form, ()) if args.wide else ():
-                    rows.append(measure(layer, form, tokens, 0, rate, tiles))
-                    print(rows[-1], flush=True)
-                adapted = measure(layer, form, tokens, args.rank, rate)
-                rows.append(adapted | {"adapters": f"{adapted['us'] / plain['us'] - 1:+.1%}"})
+            for case, program in zip(cases, programs, strict=True):
+                row = case.measure(program, rate)
+                if case.tiles == IN_USE and not case.rank:
+                    plain = row
+                rows.append(row | ({"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank else {}))
                 print(rows[-1], flush=True)
             results += [{"layer": name, **row} for row in rows]
             columns = dict.fromkeys(key for row in rows for key in row)

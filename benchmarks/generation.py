@@ -341,16 +341,17 @@ def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool)
         show("steps", time_steps(model, streams, setting.context, rate, own))
     if setting.prompts:
         show("prefill", time_prefill(model, setting.prompts, 500, flops))
-    some = setting.streams[1:2]
     if setting.lora:
         adapted = model.with_lora(setting.lora)
         for streams in setting.streams[-2:]:
             show("steps", {"lora": setting.lora} | time_steps(adapted, streams, setting.context, rate))
-    for streams in some if profile else ():
+            if profile:
+                show("profile", {"lora": setting.lora} | profile_steps(adapted, streams, setting.context, None))
+    for streams in setting.streams[-2:] if profile else ():
         show("profile", profile_steps(model, streams, setting.context, plans[streams]))
     if setting.adapters:
         adapted = model.with_lora(setting.adapters * setting.lora)
-        for streams in some:
+        for streams in setting.streams[1:2]:
             timed = time_steps(adapted, streams, setting.context, rate, adapters=setting.adapters)
             show("steps", {"adapters": setting.adapters, "lora": setting.lora} | timed)
 

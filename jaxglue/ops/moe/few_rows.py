@@ -35,8 +35,12 @@ class ExpertsTiles:
     num_stages: int
     registers: int | None = None
     """Most registers of a thread."""
-    ahead: int = 0
-    """Steps whose bytes of a row the L2 cache is asked to read together, for matrices of less than 16 bits; 0: none."""
+    part: int = 64
+    """Columns of MXFP4 that are decoded before they are multiplied: 64, or a multiple of 128."""
+    late: bool = False
+    """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
+    shrink_k: int | None = None
+    """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
 
 
 _TILES = {
@@ -51,7 +55,7 @@ _MXFP4_TILES = {
 }
 
 
-def _fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
+def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
     return _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
 
@@ -251,9 +255,9 @@ class TritonFewRowsExperts(Launcher):
         """
         S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
-        tiles = self.tiles or _fitting_tiles(matrices.kind, row_tiles.rows)
+        tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
-        arrays = (
+        arrays: tuple[Any, ...] = (
             x,
             tokens,
             matrices.values,
@@ -264,13 +268,26 @@ class TritonFewRowsExperts(Launcher):
             None if activation is None else routing.row_weights,
             table,
             # A constant: launches of a program run one after another, and each leaves zeros.
-            None if adapter is None else (adapter.A, adapter.B, jnp.zeros((1, table.shape[1]), jnp.int32)),
+            None if adapter is None else (adapter.A, adapter.B, jnp.zeros((2, table.shape[1]), jnp.int32)),
             None if adapter is None else adapter.used,
-            *((None,) if adapter is None else ()),  # else low ranks are the first result
         )
         least = {"nf4": BLOCK, "mxfp4": 128}.get(matrices.kind, 32)
         block_k = min(max(tiles.block_k, least), max(least, triton.next_power_of_2(K)))
         block_n = min(tiles.block_n // (2 if gated else 1), max(16, triton.next_power_of_2(N)))
+        # In training's order a sum is one program's.
+        shrink_steps = triton.cdiv(min(K, tiles.shrink_k) if tiles.shrink_k and not exact else K, block_k)
+        shrinks = triton.cdiv(triton.cdiv(K, block_k), shrink_steps)
+        # Results come last, those of adapters first; arguments without use are None.
+        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), x.dtype)]
+        if adapter is None:
+            arrays += None, None
+        else:
+            ranks = adapter.constants["block_r"]
+            results.insert(0, ((S, ranks), x.dtype))
+            if shrinks > 1:
+                results.insert(0, ((shrinks, S, ranks), jnp.float32))
+            else:
+                arrays += (None,)
         spec = few_rows_kernels.ExpertsSpec(
             E=E,
             K=K,
@@ -293,18 +310,19 @@ class TritonFewRowsExperts(Launcher):
             block_n=block_n,
             block_k=block_k,
             exact=exact,
-            ahead=0 if self.plain or matrices.kind == "plain" else tiles.ahead,
+            part=tiles.part,
+            late=tiles.late,
             **({} if adapter is None else adapter.constants),
+            **({} if adapter is None or shrinks == 1 else {"shrinks": shrinks, "shrink_steps": shrink_steps, "S": S}),
         )
         columns, rank = 2 * N if gated else N, spec.R
         stored = matrices.bytes + (0 if adapter is None else adapter.bytes)
         moved = round(stored * min(1.0, S / E)) + S * (K + N) * x.dtype.itemsize
         flops = 2 * S * (K * columns + rank * (K + columns))
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=flops, bytes=moved)
-        grid = table.shape[1], triton.cdiv(N, block_n) + (rank > 0)
+        grid = table.shape[1], triton.cdiv(N, block_n) + (spec.shrinks if rank else 0)
         compiled = tiles.num_warps, tiles.num_stages
-        widths = (out_columns,) if adapter is None else (spec.block_r, out_columns)
-        out_types = tuple(jax.ShapeDtypeStruct((S, width), x.dtype) for width in widths)
+        out_types = tuple(jax.ShapeDtypeStruct(*result) for result in results)
         kernel, registers = few_rows_kernels.experts_kernel, tiles.registers
         *_, out = self._launch(
             kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from jaxglue.ops.moe.kernels import activate
-from jaxglue.ops.projection.few_rows_kernels import await_low_ranks, nf4_codes, nf4_scales, nf4_values, settled
+from jaxglue.ops.projection.few_rows_kernels import (
+    arrive,
+    await_low_ranks,
+    nf4_codes,
+    nf4_scales,
+    nf4_values,
+    settled,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +59,19 @@ class ExpertsSpec:
     second may be zero, the fewest first."""
     block_n: int
     block_k: int
-    ahead: int = 0
-    """Steps whose columns of stored rows the L2 cache is asked to read together; 0 for none."""
+    part: int = 64
+    """Columns of MXFP4 that are decoded before they are multiplied."""
+    late: bool = False
+    """Scales are asked for two steps ahead, behind a step's products, and rows of an adapter's second matrix before
+    all products, so that no barrier or fence before these waits for either."""
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     block_r: int = 16
+    shrinks: int = 1
+    """Programs that share the sum of a tile's low ranks, of `shrink_steps` steps each."""
+    shrink_steps: int = 0
+    S: int = 0
+    """Rows of all tiles, whose low ranks have parts; 0 where one program sums them."""
     factor_of_adapter: float = 1.0
     """Multiplies the adapter's second matrices."""
     exact: bool = False
@@ -79,10 +94,6 @@ def _mxfp4_assembly() -> str:
 
 
 MXFP4_ASSEMBLY = tl.constexpr(_mxfp4_assembly())
-PREFETCH = tl.constexpr(
-    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}"
-)
-"""Asks the L2 cache to read some bytes, a multiple of 16, unless they are fewer than one."""
 
 
 @triton.jit
@@ -139,21 +150,6 @@ def _decode_plain(words, index: tl.constexpr):
 
 
 @triton.jit
-def _ask_ahead(matrices, rows, step, spec: tl.constexpr):
-    """Ask the L2 cache to read the columns of `ahead` steps of some rows, before the first of these.
-
-    A step reads few bytes of each of many rows, which memory would fetch one by one.
-    """
-    ROW: tl.constexpr = spec.K // (2 if spec.stored == "mxfp4" or spec.stored == "nf4" else 1)
-    RUN: tl.constexpr = spec.ahead * spec.block_k * ROW // spec.K
-    if step % spec.ahead == 0:
-        begin = step // spec.ahead * RUN
-        size = tl.minimum(ROW - begin, RUN) + tl.zeros_like(rows).to(tl.int32)
-        at = (matrices + rows.to(tl.int64) * ROW + begin).to(tl.int64)
-        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _exponents(scales, rows, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the exponents of BLOCK_K columns of some rows."""
     block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
@@ -191,17 +187,18 @@ def _words_of_part(words, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def _mxfp4_tile(words, exponents, ROWS: tl.constexpr, PLAIN: tl.constexpr):
-    """Return the 64 columns of two words of each of four blocks, in the order "codes".
+def _mxfp4_tile(words, factors, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
+    """Return the columns of two or four words of each of four blocks, or more, in the order "codes".
 
     A thread's operands of 64 columns are neighboring pairs 0, 4, 8, … of 32: in that order one block's, in one factor.
     """
-    factors = _factors(exponents, PLAIN)
-    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, 4, 2)), (ROWS, 8))
+    WORDS: tl.constexpr = 2 if COLUMNS == 64 else 4
+    BLOCKS: tl.constexpr = COLUMNS // 8 // WORDS
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, BLOCKS, WORDS)), (ROWS, BLOCKS * WORDS))
     a, b, c, d, e, f, g, h = _decode(words, factors, PLAIN)
     values = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
-    values = tl.reshape(values, (ROWS, 4, 2, 2, 4))  # blocks, words, halves, pairs
-    return tl.reshape(tl.permute(values, (0, 2, 4, 1, 3)), (ROWS, 64))
+    values = tl.reshape(values, (ROWS, BLOCKS // 4, 4, WORDS, 2, 4))  # blocks, words, halves, pairs
+    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -262,10 +259,13 @@ def _load_x(at, ours, columns, X_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _shrink(x, tokens, down, used, low_ranks, unread, group, first, end, spec: tl.constexpr):
-    """Multiply a tile's rows by their expert's first matrix [R, K], and count their readers in `unread`.
+def _shrink(
+    x, tokens, down, used, parts, low_ranks, unread, group, first, end, number, spec: tl.constexpr
+):  # fmt: skip
+    """Multiply a part of a tile's rows by their expert's first matrix [R, K]; the last program sums the parts.
 
-    low_ranks [S, block_r] are rounded to x's dtype, as training's; with used [S, R], others are zeros.
+    low_ranks [S, block_r] are rounded to x's dtype, as training's; with used [S, R], others are zeros. Their readers
+    are then counted in `unread`, beyond whose counts of tiles those of the parts are.
     """
     ranks = tl.arange(0, spec.block_r)
     ours, at_x = _rows(x, tokens, first, end, spec.x_columns, spec.block_m)
@@ -273,7 +273,11 @@ def _shrink(x, tokens, down, used, low_ranks, unread, group, first, end, spec: t
     acc = tl.full((spec.block_m, spec.block_r), 0.0, tl.float32)
     # As much shared memory as the other programs' loops take at most, so that no fewer of these run at a time.
     STAGES: tl.constexpr = 3 if spec.block_k * (2 * spec.block_m + 4 * spec.block_r) <= 24_576 else 2
-    for step in tl.range(0, tl.cdiv(spec.K, spec.block_k), num_stages=STAGES):
+    begin, steps = 0, tl.cdiv(spec.K, spec.block_k)
+    if spec.shrinks > 1:
+        begin = number * spec.shrink_steps
+        steps = tl.minimum(steps, begin + spec.shrink_steps)
+    for step in tl.range(begin, steps, num_stages=STAGES):
         columns = step * spec.block_k + tl.arange(0, spec.block_k)
         inside = (ranks < spec.R)[:, None] & (columns < spec.K)[None, :]
         a = tl.load(at_down + columns[None, :], mask=inside, other=0.0)
@@ -285,13 +289,43 @@ def _shrink(x, tokens, down, used, low_ranks, unread, group, first, end, spec: t
             a = _in_pairs(a, spec.block_r, spec.block_k)
         acc = tl.dot(values, tl.trans(a), acc)
     row = first + tl.arange(0, spec.block_m)
-    if used is not None:
-        mask = ours[:, None] & (ranks < spec.R)[None, :]
-        acc = tl.where(tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0) != 0, acc, 0.0)
-    at = low_ranks + row.to(tl.int64)[:, None] * spec.block_r + ranks[None, :]
-    tl.store(at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
-    tl.debug_barrier()  # one thread signals that all have stored
-    tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
+    at = row.to(tl.int64)[:, None] * spec.block_r + ranks[None, :]
+    last = True
+    if spec.shrinks > 1:
+        tl.store(parts + number * spec.S * spec.block_r + at, acc, mask=ours[:, None])
+        last = arrive(unread + spec.tiles) == spec.shrinks - 1
+    if last:
+        if spec.shrinks > 1:
+            acc = tl.full((spec.block_m, spec.block_r), 0.0, tl.float32)
+            SHRINKS: tl.constexpr = spec.shrinks
+            for other in tl.static_range(SHRINKS):
+                part = parts + other * spec.S * spec.block_r + at
+                acc += tl.load(part, mask=ours[:, None], other=0.0, cache_modifier=".cg")
+            tl.store(unread + spec.tiles, 0)
+        if used is not None:
+            mask = ours[:, None] & (ranks < spec.R)[None, :]
+            uses = tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0)
+            acc = tl.where(uses != 0, acc, 0.0)
+        tl.store(low_ranks + at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
+        tl.debug_barrier()  # one thread signals that all have stored
+        tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
+
+
+@triton.jit
+def _load_up(up, rows, dtype: tl.constexpr, spec: tl.constexpr):
+    """Load rows of an adapter's second matrices [N, R] times its factor."""
+    ranks = tl.arange(0, spec.block_r)
+    b = tl.load(up + rows[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
+    return (b.to(tl.float32) * spec.factor_of_adapter).to(dtype)
+
+
+@triton.jit
+def _ask(at, PLAIN: tl.constexpr):
+    """Ask the L2 cache to read the lines of some addresses."""
+    if not PLAIN:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -351,43 +385,50 @@ def _multiply(
         more = tl.full((ROWS, MORE), 0.0, tl.float32)
     if spec.stored == "mxfp4":
         exponents = _exponents(scales, matrix + n, 0, spec.K, spec.block_k)
+        if spec.late:
+            factors = _factors(exponents, spec.plain)
+            exponents = _exponents(scales, matrix + n, 1, spec.K, spec.block_k)
     elif spec.stored == "nf4":
         offset = tl.load(nf4[1])
         scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, spec.K, spec.block_k)
+        if spec.late:
+            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+            scale, factor = nf4_scales(scales, nf4[0], matrix + n, 1, spec.K, spec.block_k)
     elif spec.stored == "bytes":
         row_scales = tl.load(scales + matrix + n)
-    if spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
-        ranks = tl.arange(0, spec.block_r)
-        b = tl.load(up + (matrix + n)[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
-        b = (b.to(tl.float32) * spec.factor_of_adapter).to(x.dtype.element_ty)
+    if spec.R > 0 and spec.late:
+        _ask(up + (matrix + n) * spec.R, spec.plain)
+    elif spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
+        b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
     # Values of a part of a step are decoded into registers, of which fewer leave room for more programs. Where a step
     # reads 64 bytes of a row, longer steps read more of it at once: 256 columns a whole line of 128.
-    WIDTH: tl.constexpr = 64 if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
+    WIDTH: tl.constexpr = spec.part if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
     PARTS: tl.constexpr = spec.block_k // WIDTH if spec.block_k > WIDTH else 1
     COLUMNS: tl.constexpr = spec.block_k // PARTS
-    if spec.ahead > 0:
-        _ask_ahead(matrices, matrix + n, 0, spec)
     for step in range(0, tl.cdiv(spec.K, spec.block_k)):
-        if spec.ahead > 0:
-            _ask_ahead(matrices, matrix + n, step + spec.ahead, spec)
         if spec.stored == "mxfp4":
             words = _mxfp4_words(matrices, matrix + n, step, spec.K, spec.block_k)
-            # Single bytes are not loaded ahead by the compiler.
-            following = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
+            if not spec.late:  # single bytes are not loaded ahead by the compiler
+                factors = _factors(exponents, spec.plain)
+                exponents = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
         elif spec.stored == "nf4":
             codes = nf4_codes(matrices, matrix + n, step, spec.K, spec.block_k)
-            next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
-            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-            scale, factor = next_scale, next_factor
+            if not spec.late:
+                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
+                block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+                scale, factor = next_scale, next_factor
         for part in tl.static_range(PARTS):
             columns = step * spec.block_k + part * COLUMNS + tl.arange(0, COLUMNS)
             values = _load_x(at_x, ours, columns, spec.x_columns, spec.block_k)
             if MORE:
                 values_too = _load_x(at_more, ours_too, columns, spec.x_columns, spec.block_k)
             if spec.stored == "mxfp4":
-                four = _part(exponents, part // 2, PARTS // 2)
-                w = _mxfp4_tile(_words_of_part(words, part, ROWS, spec.block_k), four, ROWS, spec.plain)
-                w = w.to(values.dtype)
+                if COLUMNS == 64:
+                    factor = _part(factors, part // 2, PARTS // 2)
+                    these = _words_of_part(words, part, ROWS, spec.block_k)
+                else:
+                    factor, these = _part(factors, part, PARTS), _part(words, part, PARTS)
+                w = _mxfp4_tile(these, factor, ROWS, COLUMNS, spec.plain).to(values.dtype)
             elif spec.stored == "nf4":
                 code, block_scale = _part(codes, part, PARTS), _part(block_scales, part, PARTS)
                 w = nf4_values(code, block_scale, lookup, values.dtype, ROWS, COLUMNS)
@@ -407,14 +448,20 @@ def _multiply(
             acc = tl.dot(w, tl.trans(values), acc)
             if MORE:
                 more = tl.dot(w, tl.trans(values_too), more)
-        if spec.stored == "mxfp4":
-            exponents = following
         if spec.stored != "plain" and not spec.plain:
             acc = settled(acc)
             if MORE:
                 more = settled(more)
+        if spec.stored == "mxfp4" and spec.late:
+            factors = _factors(exponents, spec.plain)
+            exponents = _exponents(scales, matrix + n, step + 2, spec.K, spec.block_k)
+        elif spec.stored == "nf4" and spec.late:
+            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+            scale, factor = nf4_scales(scales, nf4[0], matrix + n, step + 2, spec.K, spec.block_k)
 
     if spec.R > 0:
+        if spec.late:
+            b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
         await_low_ranks(unread, tl.cdiv(spec.N, spec.block_n))
         acc = _expand(acc, b, low_ranks, first, end, BLOCK_M, spec.block_r)
         if MORE:
@@ -435,7 +482,7 @@ def _multiply(
 
 @triton.jit
 def experts_kernel(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, low_ranks, out,
+    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
     spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
@@ -445,9 +492,10 @@ def experts_kernel(
     with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
     is the product, or with `row_weights` the activation times these.
 
-    An adapter is first matrices [E, R, K], second ones [E, N or 2N, R], and for each tile a count of programs that have
-    yet to read its low ranks, zeros before and after the launch; see `few_rows_kernels` of projections. The grid then
-    has a row of programs more, the first ones, that compute low_ranks [S, block_r]. A row may use some of them alone.
+    An adapter is first matrices [E, R, K], second ones [E, N or 2N, R], and for each tile counts of programs that have
+    yet to read its low ranks and of those that summed parts of them, zeros before and after the launch; see
+    `few_rows_kernels` of projections. The grid then has `shrinks` rows of programs more, the first ones, that compute
+    low_ranks [S, block_r], from parts [shrinks, S, block_r] where there are several. A row may use some of them alone.
     """
     table += tl.program_id(0)
     group, start = tl.load(table), tl.load(table + spec.tiles)
@@ -458,13 +506,13 @@ def experts_kernel(
     tile, up, unread = tl.program_id(1), None, None
     if spec.R > 0:
         down, up, unread = adapter[0], adapter[1], adapter[2] + tl.program_id(0)
-        if tile == 0:
+        if tile < spec.shrinks:
             _shrink(
-                x=x, tokens=tokens, down=down, used=used, low_ranks=low_ranks, unread=unread, group=group, first=first,
-                end=end, spec=spec,
+                x=x, tokens=tokens, down=down, used=used, parts=parts, low_ranks=low_ranks, unread=unread, group=group,
+                first=first, end=end, number=tile, spec=spec,
             )  # fmt: skip
             return
-        tile -= 1
+        tile -= spec.shrinks
     ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
     column, lane = tile * spec.block_n, tl.arange(0, ROWS)
     if not spec.gated:

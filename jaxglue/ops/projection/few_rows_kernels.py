@@ -63,7 +63,7 @@ def settled(acc):
 
 
 @triton.jit
-def _arrive(counter):
+def arrive(counter):
     """Return how many programs arrived before, after all stores of this program."""
     tl.debug_barrier()  # one thread counts for all
     return tl.atomic_add(counter, 1, sem="acq_rel")
@@ -185,7 +185,7 @@ def _shrink(
         acc = tl.dot(x, tl.trans(a.to(x.dtype)), acc)
     tile = rows[:, None] * BLOCK_R + ranks[None, :]
     tl.store(parts + number * BLOCK_M * BLOCK_R + tile, acc)
-    if _arrive(counter) == SHRINKS - 1:
+    if arrive(counter) == SHRINKS - 1:
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         for other in tl.static_range(0, SHRINKS):
             total += tl.load(parts + other * BLOCK_M * BLOCK_R + tile, cache_modifier=".cg")
@@ -330,7 +330,7 @@ def few_rows_kernel(
         tl.store(tile_parts + split * WIDTH + at, acc)
         if GATED:
             tl.store(tile_parts + split * WIDTH + SIZE + at, up)
-        if _arrive(counters + tile) < SPLITS - 1:
+        if arrive(counters + tile) < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
     if R > 0:

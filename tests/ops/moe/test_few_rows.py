@@ -1,5 +1,7 @@
 """Experts with few tokens: the interpreted kernel against the reference, and what it compiles to."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -126,13 +128,19 @@ def test_interpreted_kernels_add_adapters(sizes, options, ranks, several, kernel
 
 
 @pytest.mark.parametrize(
-    ("stored", "wide", "K"),
-    [("mxfp4", 256, 288), repeat("mxfp4", 512, 288), ("nf4", 256, 320), repeat("nf4", 512, 512)],
+    ("stored", "wide", "K", "options"),
+    [
+        ("mxfp4", 256, 288, {"part": 128, "late": True, "shrink_k": 256}),
+        repeat("mxfp4", 512, 288, {}),
+        ("nf4", 256, 320, {"late": True}),
+        repeat("nf4", 512, 512, {}),
+        (None, 32, 160, {"shrink_k": 64}),
+    ],
 )
-def test_interpreted_kernels_read_more_of_a_row_in_a_step(stored, wide, K, interpreted):
+def test_interpreted_kernels_read_more_of_a_row_in_a_step(stored, wide, K, options, interpreted):
     from jaxglue.ops.moe.few_rows import ExpertsTiles, TritonFewRowsExperts
 
-    tiles = ExpertsTiles(block_n=32, block_k=wide, num_warps=4, num_stages=1)
+    tiles = ExpertsTiles(block_n=32, block_k=wide, num_warps=4, num_stages=1, **options)
     kernels = interpreted(TritonFewRowsExperts)(compute_capability=90, tiles=tiles, plain=True)
     arrays, options = case(5, 3, 2, K, 64, stored=stored)
     lora = adapters(3, K, 64, (4, 4))
@@ -242,6 +250,33 @@ def test_kernels_match_the_reference_on_a_gpu(M, stored, lora):
         assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [None, "mxfp4", "nf4", "fp8"])
+@pytest.mark.parametrize("M", [60, 200])
+def test_other_tiles_match_the_reference_on_a_gpu(M, stored):
+    from jaxglue.ops.moe.few_rows import TritonFewRowsExperts, fitting_tiles
+
+    E, k, D, F = 16, 4, 512, 320
+    chosen = jnp.asarray(np.random.default_rng(4).random((M, 24)) < 0.5)
+    lora = adapters(E, D, F, (24, 24), chosen)
+    (x, routing, *matrices), options = case(M, E, k, D, F, stored=stored)
+    x = x.astype(jnp.bfloat16)
+    if not stored:
+        matrices = [matrix.astype(jnp.bfloat16) for matrix in matrices]
+    with jax.default_matmul_precision("highest"):
+        exact = [m if stored else m.astype(jnp.float32) for m in matrices]
+        want = moe_mlp(x.astype(jnp.float32), routing, *exact, **options, lora=lora, backend="reference")
+    kind = {None: "plain", "fp8": "bytes"}.get(stored, stored)
+    tiles = fitting_tiles(kind, routing.groups.tiles.rows)
+    part = {"part": 128} if stored == "mxfp4" else {}
+    for change in ({"late": True}, {"shrink_k": 128}, {"late": True, "shrink_k": 256, **part}):
+        kernels = TritonFewRowsExperts.of((9, 0), tiles=replace(tiles, **change))
+        with FEW_ROWS_EXPERTS.using(kernels):
+            for _ in range(3):  # counts are zeros again after a launch
+                got = moe_mlp(x, routing, *matrices, **options, lora=lora, inference=True)
+                assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
+
+
 def test_training_takes_other_kernels():
     arrays, options = case(3, 4, 2, 32, 16)
     with FEW_ROWS_EXPERTS.using("not called"):
@@ -270,7 +305,9 @@ def test_obstacles_are_named(monkeypatch):
     [
         ("mxfp4", 0),
         ("mxfp4", 16),
+        ("mxfp4 late", 16),
         ("nf4", 0),
+        repeat("nf4 late", 16),
         repeat("nf4", 64),
         repeat("fp8", 0),
         repeat("fp8", 8),
@@ -284,6 +321,14 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
     compile, texts = triton_lib.compile_ttir_inplace, []
     monkeypatch.setattr(backend, "UNTRIED", set())
     stored, exact = (None, True) if stored == "exact" else (stored, False)
+    tiles = nullcontext()
+    if stored and stored.endswith(" late"):
+        from jaxglue.ops.moe.few_rows import TritonFewRowsExperts, fitting_tiles
+
+        stored = stored.removesuffix(" late")
+        part = {"part": 128} if stored == "mxfp4" else {}
+        changed = replace(fitting_tiles(stored, 16), late=True, shrink_k=128, **part)
+        tiles = FEW_ROWS_EXPERTS.using(TritonFewRowsExperts.of((9, 0), tiles=changed))
 
     def noted(*args, **options):
         found = compile(*args, **options)
@@ -310,7 +355,7 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
         return moe_mlp(x, routing, gate_up, down, transpose_rhs=True, lora=lora, inference=True, exact=exact)
 
     lora = ExpertLora(gate_up=adapter(2 * F, D), down=adapter(D, F), scale=2.0) if rank else None
-    with tracing_for((9, 0)):
+    with tracing_for((9, 0)), tiles:
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F), lora).compile()
     assert program.as_text().count("triton_kernel_call_ffi") == 5 - exact  # adapters have no launches of their own
     matmuls = [text for text in texts if "wgmma.mma_async" in text]
