@@ -18,8 +18,7 @@ from jaxglue.data.questions import (
 )
 from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning
 from jaxglue.files.json_file import parse_json
-from jaxglue.vision.images import image_source
-from jaxglue.vision.records import record_image
+from jaxglue.vision.records import ImageRecord
 
 
 class DecisionEncoder(UnitEncoder):
@@ -66,20 +65,8 @@ class DecisionEncoder(UnitEncoder):
         if unknown := sorted(gold.keys() - questions.keys()):
             raise ValueError(f"'gold' answers {unknown[0]!r}, which is no question of the row")
         targets = [read_gold(name, question, gold.get(name)) for name, question in questions.items()]
-        asked = self.asked(read_state(row["state"]), questions, targets)
-        media = row_images(row) if self.images is not None else []
-        return self._with_images(asked, read_state(row["state"]), media) if media else asked
-
-    def _with_images(self, asked: UnitText, state: str, media: Sequence[Any]) -> UnitText:
-        """Return a state with questions whose images stand before it."""
-        assert self.images is not None
-        sources = [image_source(value, self.images.folder) for value in media]
-        records = [record_image(each, self.images.processor, number) for number, each in enumerate(sources, 1)]
-        frame = Frame.of(self.template, self.system, images=len(records))
-        if frame[1:] != self.frame[1:]:
-            raise ValueError("the chat template ends otherwise behind images: use that of a model that sees")
-        ((head, _),) = self.images.expand([(frame.head, False)], [record.grid for record in records])
-        return UnitText([f"{head}{self.protected(state)}{frame.between}"], asked.parts, records)
+        images = [] if self.images is None else self.images.read(row_images(row))
+        return self.asked(read_state(row["state"]), questions, targets, images=images)
 
     def asked(
         self,
@@ -88,6 +75,7 @@ class DecisionEncoder(UnitEncoder):
         targets: list[list[float]] | None = None,
         *,
         system: str | None = None,
+        images: Sequence[ImageRecord] = (),
     ) -> UnitText:
         """Return a state with questions; without targets their options have the same probabilities.
 
@@ -96,9 +84,11 @@ class DecisionEncoder(UnitEncoder):
             questions: by id.
             targets: gold probabilities of each one's options.
             system: message in place of the encoder's.
+            images: before the state, of a model that sees.
 
         Raises:
-            ValueError: options beyond the labels, or that have the same tokens; names the question.
+            ValueError: options beyond the labels, or that have the same tokens; names the question. A template that
+                has no place for images, or ends otherwise behind them or the system message.
         """
         parts = []
         for index, (name, question) in enumerate(questions.items()):
@@ -109,15 +99,20 @@ class DecisionEncoder(UnitEncoder):
             gold = targets[index] if targets else [1 / len(question.options)] * len(question.options)
             parts.append(self._part_text(question, gold))
         begins = [] if self.frame.has_template else [beginning(self.tokenizer)]
-        head = self._head(system) if system else self.frame.head
-        return UnitText([*begins, f"{head}{self.protected(state)}{self.frame.between}"], parts)
+        head = self._head(system, images) if system or images else self.frame.head
+        return UnitText([*begins, f"{head}{self.protected(state)}{self.frame.between}"], parts, images)
 
-    def _head(self, system: str) -> str:
-        """Return the text before a state behind another system message."""
-        frame = Frame.of(self.template, self.protected(system))
+    def _head(self, system: str | None, images: Sequence[ImageRecord]) -> str:
+        """Return the text before a state behind another system message, and images."""
+        frame = Frame.of(self.template, self.protected(system) if system else self.system, images=len(images))
         if frame[1:] != self.frame[1:]:
-            raise ValueError("the chat template ends otherwise behind such instructions: put them into the state")
-        return frame.head
+            other = "images: use that of a model that sees" if images else "such instructions: put them into the state"
+            raise ValueError(f"the chat template ends otherwise behind {other}")
+        if not images:
+            return frame.head
+        assert self.images is not None
+        ((head, _),) = self.images.expand([(frame.head, False)], [image.grid for image in images])
+        return head
 
     def _check(self, question: Question) -> None:
         self.labels.check(question)

@@ -13,7 +13,7 @@ from jaxtyping import Int, Int32
 
 from jaxglue.data.messages import Chat, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
-from jaxglue.vision.images import image_source
+from jaxglue.vision.images import MAX_PIXELS, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
 from jaxglue.vision.rows import Image, RowImages, image_positions
@@ -94,6 +94,11 @@ class ImageRules:
     def record(self, chat: Chat) -> list[ImageRecord]:
         """Read a chat's images."""
         return [record_image(source, self.processor, number) for number, source in enumerate(chat.images, 1)]
+
+    def read(self, media: Sequence[Any], max_pixels: int = MAX_PIXELS) -> list[ImageRecord]:
+        """Read images of a row's columns, or of a request; raise ValueError for one that is none or out of bounds."""
+        sources = [image_source(value, self.folder) for value in media]
+        return [record_image(each, self.processor, number, max_pixels) for number, each in enumerate(sources, 1)]
 
 
 def _at_tags(chat: Chat, images: int) -> Chat:

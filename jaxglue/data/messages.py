@@ -175,7 +175,7 @@ def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the images of their contents left out, whatever else these hold."""
     contents = (message.get("content") for message in messages)
     return [
-        {**message, "content": [part for part in content if not _is_image(part)]}
+        {**message, "content": [part for part in content if not is_image(part)]}
         if isinstance(content, list)
         else message
         for message, content in zip(messages, contents, strict=True)
@@ -184,11 +184,11 @@ def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return the text of a content, or its parts where there are images, which are appended."""
-    if images is None or not isinstance(content, list) or not any(map(_is_image, content)):
+    if images is None or not isinstance(content, list) or not any(map(is_image, content)):
         return _text(content, role)
     parts = list[dict[str, Any]]()
     for part in content:
-        if _is_image(part):
+        if is_image(part):
             images.append(next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None))
             parts.append({"type": "image"})
         elif text := _part(part, role):
@@ -201,7 +201,8 @@ _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
 """Keys of a part of a message under which its image may be."""
 
 
-def _is_image(part: Any) -> bool:
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
 
 

@@ -243,15 +243,19 @@ def read_vision(folder: Path, max_tokens: int | None, tokenizer: PreTrainedToken
 
 def image_rules(processor: Processor, source: Source, tokenizer: PreTrainedTokenizerBase) -> ImageRules:
     """Return the rules for the images of a source's rows."""
-    folder = Path(source.name)
-    folder = folder if folder.is_dir() else folder.parent
     tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
     return ImageRules(
         processor=processor,
-        folder=None if source.name.startswith(HUB_PREFIX) else folder,
+        folder=image_folder(source),
         tokens=tuple(tokens),
         positions=processor.positions,
     )
+
+
+def image_folder(source: Source) -> Path | None:
+    """Return the folder of relative paths in a source's rows; None where they name no files."""
+    folder = Path(source.name)
+    return None if source.name.startswith(HUB_PREFIX) else folder if folder.is_dir() else folder.parent
 
 
 def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:

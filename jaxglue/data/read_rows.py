@@ -239,7 +239,7 @@ def _add(columns: dict[str, list[float]], unit: UnitText, prefix: int, parts: li
 
 def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.ndarray, "parts"]]:
     """Return units of the same beginning as one, of so many tokens at most, and the index that each part had before."""
-    columns, counts = encoded.columns, encoded.columns["parts"].astype(np.int64)
+    columns, counts, images = encoded.columns, encoded.columns["parts"].astype(np.int64), encoded.images
     prefixes = columns["prefix"].astype(np.int64)
     ends = np.cumsum(encoded.lengths.astype(np.int64))
     starts = ends - encoded.lengths
@@ -247,6 +247,7 @@ def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.nd
     used: dict[bytes, int] = {}
     for unit, (start, prefix) in enumerate(zip(starts.tolist(), prefixes.tolist(), strict=True)):
         key = encoded.tokens[start : start + prefix].tobytes()
+        key += b"" if images is None else images.digests[images.of_document(unit)].tobytes()
         own = int(encoded.lengths[unit]) - prefix
         if not prefix or used.get(key, prefix) + own > longest:
             key += unit.to_bytes(8)  # by itself
@@ -275,7 +276,8 @@ def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.nd
     found |= {name: columns[name][of_options] for name in ("gold", "label_size", "text_size")}
     lengths = prefixes[leaders] + np.array([(encoded.lengths[units] - prefixes[units]).sum() for units in members])
     named = {name: values.astype(np.float32) for name, values in found.items()}
-    return Encoded(encoded.tokens[at], encoded.mask[at], lengths.astype(np.int32), named), order
+    shown = images and images.of_documents(leaders)
+    return Encoded(encoded.tokens[at], encoded.mask[at], lengths.astype(np.int32), named, images=shown), order
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> bytes:

@@ -16,9 +16,12 @@ from jaxglue.data.batch import Reads
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.files import Row
+from jaxglue.data.images import ImageRules
+from jaxglue.data.iterator import seen_batch
 from jaxglue.data.packing import plan_packing
+from jaxglue.data.prepare import image_folder
 from jaxglue.data.questions import Question
-from jaxglue.data.read_rows import UnitEncoder, UnitText, share_beginnings
+from jaxglue.data.read_rows import COLUMNS, UnitEncoder, UnitText, share_beginnings
 from jaxglue.data.reads import ReadDataset, select_reads
 from jaxglue.data.rerank_rows import RerankEncoder
 from jaxglue.data.store import Encoded, TokenStore
@@ -27,6 +30,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import Assistant, count_labels, load_parts
 from jaxglue.generation.config import AssistantConfig
+from jaxglue.generation.sight import MOST_PIXELS, make_rules
 from jaxglue.hf.reading import read_record
 from jaxglue.hf.sentence_transformers import read_folder
 from jaxglue.models.config import DecoderConfig
@@ -36,6 +40,8 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.decide import gold_outputs
 from jaxglue.objectives.reading import PartOutputs, ReadObjective, part_outputs
 from jaxglue.ops.segments import segment_bucket
+from jaxglue.vision.records import ImageRecords
+from jaxglue.vision.rows import RowImages
 
 _SHORTEST_ROW, _LONGEST_ROW, _LONGEST_ON_CPU = 256, 16_384, 2048
 """Tokens of a row of texts, unless one is longer; on a CPU attention's work is their square."""
@@ -62,6 +68,8 @@ class LoadedModel(NamedTuple):
     trainable: Params
     frozen: Params
     dtype: Any
+    rules: ImageRules | None = None
+    """For images of rows and requests; None of a model that sees none."""
 
     @classmethod
     def load(cls, config: AssistantConfig) -> "LoadedModel":
@@ -71,13 +79,14 @@ class LoadedModel(NamedTuple):
             ValueError: bad folders, tensors or tokenizer.
         """
         tokenizer, model, dtype = load_parts(config, labels=count_labels(config))
-        return cls(tokenizer, model.config, *split_model(model, nnx.LoRAParam), dtype)
+        rules = None if model.config.vision is None else make_rules(config.folder, tokenizer, files=None)
+        return cls(tokenizer, model.config, *split_model(model, nnx.LoRAParam), dtype, rules)
 
     @classmethod
     def of(cls, assistant: Assistant) -> "LoadedModel":
         """Return the model of an assistant, which shares its weights."""
         weights = assistant.graphdefs, assistant.adapter, assistant.frozen
-        return cls(assistant.tokenizer, assistant.config, *weights, assistant.dtype)
+        return cls(assistant.tokenizer, assistant.config, *weights, assistant.dtype, assistant.rules)
 
 
 class PartReader:
@@ -96,6 +105,7 @@ class PartReader:
         self.task = self.objective.task(shared_prompt=True, copies=model.config.recurrent is not None)
         self.task.adopt(model.tokenizer)
         self.encoder: UnitEncoder = self.task.encoder(model.tokenizer, record.get("system", ""))
+        self.encoder.images = model.rules if self.encoder.optional else None
         self._labels = self.task.labels(model.tokenizer, record.get("system", ""))
         self._executor = Executor(
             model.graphdefs, model.config, policy=PRESETS["full"], dtype=model.dtype, objective=self.objective
@@ -109,28 +119,45 @@ class PartReader:
         """Return the most tokens of a beginning with a part."""
         return self.model.config.max_position_embeddings
 
+    @property
+    def sees(self) -> bool:
+        """Return whether units may have images."""
+        return self.encoder.images is not None
+
     def encode(self, units: Sequence[UnitText]) -> Encoded:
         """Tokenize units, by any thread.
 
         Raises:
             ValueError: no part, an empty one, or one beyond the model's limit.
         """
+        if self.encoder.images is not None:
+            count = self.encoder.images.processor.tokens
+            self._require_fit(max((sum(count(image.grid) for image in unit.images) for unit in units), default=0))
         with self._turn:  # the tokenizer remembers words
             encoded = self.encoder.encode_units(units)
         columns = encoded.columns
         longest = np.repeat(columns["prefix"], columns["parts"].astype(int)) + columns["size"]
-        if len(longest) and (most := int(longest.max())) > self.limit:
-            raise ValueError(f"a text has {most:,} tokens, and the model reads at most {self.limit:,}")
+        self._require_fit(int(longest.max(initial=0)))
         return encoded
 
-    def read_rows(self, rows: Sequence[Row]) -> tuple[PartOutputs, ReadDataset]:
+    def _require_fit(self, tokens: int) -> None:
+        if tokens > self.limit:
+            raise ValueError(f"a text has {tokens:,} tokens, and the model reads at most {self.limit:,}")
+
+    def read_rows(self, sources: Sequence[tuple[Source, Sequence[Row]]]) -> tuple[PartOutputs, ReadDataset]:
         """Return what the model gives for the parts of rows of training's form, and their data set.
 
         Raises:
             ValueError: an unusable row, with its origin.
         """
-        encoded = self.encoder.encode(rows)
+        encoded = joined([self._encode_rows(*each) for each in sources])
         return self.read(encoded), self._dataset(encoded)[0]
+
+    def _encode_rows(self, source: Source, rows: Sequence[Row]) -> Encoded:
+        """Tokenize a source's rows, whose images are named from its folder."""
+        if self.encoder.images is not None:
+            self.encoder.images = replace(self.encoder.images, folder=image_folder(source))
+        return self.encoder.encode(rows)
 
     def read(self, encoded: Encoded) -> PartOutputs:
         """Return what the model gives for all parts, in the order of units and of their parts.
@@ -156,6 +183,7 @@ class PartReader:
                 "max_segments": segment_bucket(max(len(units), tokens // _UNIT_TOKENS)),
             }
             batch = dataset.build_batch(plan, np.array([index]), plan.documents, **shape)
+            batch = seen_batch(batch, RowImages.with_patches)
             outputs = self._executor.read(self.model.trainable, self.model.frozen, jax.device_put(batch))
             assert batch.reads is not None
             found.append((batch.reads, outputs))
@@ -171,9 +199,22 @@ class PartReader:
             offsets=np.cumsum([0, *lengths]),
             columns=encoded.columns,
             info={"digest": "", "max_token": 0},
+            images=encoded.images if encoded.images else None,
         )
-        selection = select_reads(store, DataConfig(data=("-",), seq_len=row), Source(name="-"), self.task, self._labels)
+        config, rules = DataConfig(data=("-",), seq_len=row), self.encoder.images
+        selection = select_reads(store, config, Source(name="-"), self.task, self._labels, rules)
         return replace(cast(ReadDataset, selection.dataset), slot_tokens=_PART_TOKENS), row
+
+
+def joined(parts: Sequence[Encoded]) -> Encoded:
+    """Return the units of several encodings, one after the other."""
+    columns = {name: np.concatenate([each.columns[name] for each in parts]) for name in COLUMNS}
+    tokens, mask, lengths = (
+        np.concatenate([getattr(each, name) for each in parts]) for name in ("tokens", "mask", "lengths")
+    )
+    images = [each.images for each in parts if each.images is not None]
+    shown = ImageRecords.joined(images, [len(each.lengths) for each in parts]) if images else None
+    return Encoded(tokens, mask, lengths, columns, images=shown)
 
 
 def _row_bucket(tokens: int) -> int:
@@ -208,11 +249,28 @@ def _objective(record: Mapping[str, Any]) -> ReadObjective:
 
 
 def decisions(
-    reader: PartReader, states: Sequence[tuple[str, Mapping[str, Question]]], *, system: str | None = None
+    reader: PartReader,
+    states: Sequence[tuple[str, Mapping[str, Question]]],
+    *,
+    system: str | None = None,
+    media: Sequence[Any] = (),
 ) -> list[UnitText]:
-    """Return the units of states with questions, behind a system message; ValueError for questions beyond labels."""
+    """Return the units of states with questions.
+
+    Args:
+        reader: of decisions.
+        states: texts, each with its questions.
+        system: message before them.
+        media: images before each state, in any form of `image_source`, none of them a file.
+
+    Raises:
+        ValueError: questions beyond labels, images that a model does not see, or one that is none or out of bounds.
+    """
     encoder = cast(DecisionEncoder, reader.encoder)
-    return [encoder.asked(state, questions, system=system) for state, questions in states]
+    if media and encoder.images is None:
+        raise ValueError("this model sees no images: send text alone")
+    images = replace(encoder.images, folder=None).read(media, MOST_PIXELS) if media and encoder.images else []
+    return [encoder.asked(state, questions, system=system, images=images) for state, questions in states]
 
 
 def probabilities(

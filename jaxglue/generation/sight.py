@@ -20,7 +20,7 @@ from jaxglue.vision.records import record_image
 from jaxglue.vision.rows import Image, PromptImages
 
 _LOCK = Lock()
-_MOST_PIXELS = 2**25
+MOST_PIXELS = 2**25
 """Of an image of a prompt."""
 _KEPT = 64
 """Images whose features are kept for further turns of a conversation."""
@@ -66,7 +66,7 @@ class Sight:
         return Prompt(tokens, PromptImages.of(images, places, self._features, processor))
 
     def _read(self, source: ImageSource, number: int) -> Image:
-        record = record_image(source, self.rules.processor, number, _MOST_PIXELS)
+        record = record_image(source, self.rules.processor, number, MOST_PIXELS)
         patches = self.rules.processor.patches(source.read(), record.grid)
         return Image(key=record.digest, grid=record.grid, patches=patches)
 

@@ -19,6 +19,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import PromptScores
 from jaxglue.generation.sight import Prompt
 from jaxglue.serve.fields import (
+    MOST_IMAGES,
     read_biases,
     read_continuation,
     read_count,
@@ -41,9 +42,6 @@ from jaxglue.text.thinking import Thought, thought_after, thought_inside
 from jaxglue.text.tool_calls import call_grammar, format_of, parameters_of, schemas_of
 from jaxglue.text.tool_formats import ToolFormat
 from jaxglue.vision.rows import PromptImages
-
-_MOST_IMAGES = 16
-"""Images of a request."""
 
 
 class Echo(NamedTuple):
@@ -123,8 +121,8 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
 
     def encode() -> ChatPrompt:
         chat = read_chat(messages, tools, "messages", sees=host.sees)
-        if len(chat.images) > _MOST_IMAGES:
-            raise BadRequestError(f"{len(chat.images)} images: at most {_MOST_IMAGES} are taken", parameter="messages")
+        if len(chat.images) > MOST_IMAGES:
+            raise BadRequestError(f"{len(chat.images)} images: at most {MOST_IMAGES} are taken", parameter="messages")
         chat = host.assistant.attach(chat) if chat.images else chat
         contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
         require_short(voice.tokenizer, contents, length)

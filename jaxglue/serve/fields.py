@@ -20,7 +20,7 @@ _LARGE_BODY = 2**18
 _LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
-_MOST_ANSWERS, MOST_PROMPTS = 16, 128
+_MOST_ANSWERS, MOST_PROMPTS, MOST_IMAGES = 16, 128, 16
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
 _SAMPLING: dict[str, tuple[Any, float, float]] = {

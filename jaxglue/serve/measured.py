@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from jaxglue.data.config import parse_source
+from jaxglue.data.config import Source, parse_source
 from jaxglue.data.files import Row
 from jaxglue.data.formats import row_images
 from jaxglue.data.questions import TYPES
@@ -37,16 +37,17 @@ def measure_rows(config: EvaluateConfig) -> Measured:
     Raises:
         ValueError: bad folders, tensors, tokenizer or rows.
     """
-    rows = list(_rows(config.data, config.columns))
+    sources = _rows(config.data, config.columns)
+    rows = [row for _, each in sources for row in each]
     if not rows:
         raise ValueError(f"--data {' '.join(config.data)}: no rows")
     record = find_record(config) or {"kind": "decide" if "questions" in rows[0].value else "rerank"}
     if config.system:
         record = {**record, "system": config.system}
-    if (row := next((row for row in rows if row_images(row.value)), None)) is not None:
-        raise ValueError(f"{row.origin}: images are read by training's own evaluation alone: give it --eval-data")
     reader = PartReader(LoadedModel.load(config), record)
-    found, dataset = reader.read_rows(rows)
+    if not reader.sees and (row := next((row for row in rows if row_images(row.value)), None)) is not None:
+        raise ValueError(f"{row.origin}: this model sees no images: leave out such rows, or the key")
+    found, dataset = reader.read_rows(sources)
     if reader.kind != "decide":
         return Measured(reader.kind, reader.objective.measure(found, dataset), [])
     logits, gold, kinds = gold_outputs(found)
@@ -65,7 +66,7 @@ def embedded_rows(config: EmbedConfig) -> tuple[list[Row], Float32[np.ndarray, "
     Raises:
         ValueError: a model for something else, or a row without a text.
     """
-    reader, rows = _embedder(config), list(_rows(config.data, ""))
+    reader, rows = _embedder(config), [row for _, each in _rows(config.data, "") for row in each]
     for row in rows:
         if not isinstance(text := row.value.get(config.column), str) or not text.strip():
             raise ValueError(f"{row.origin}: {config.column!r} must be a text that is not empty; see --column")
@@ -85,8 +86,9 @@ def mined_rows(config: EmbedConfig) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: as `embedded_rows`.
     """
-    reader, rows = _embedder(config), list(_rows(config.data, ""))
-    found, _ = reader.read_rows(rows)
+    reader, sources = _embedder(config), _rows(config.data, "")
+    rows = [row for _, each in sources for row in each]
+    found, _ = reader.read_rows(sources)
     unit = vectors(found, config.dimensions)
     pairs = embed_rows(found)
     documents, firsts = np.unique(pairs.positives, return_index=True)
@@ -114,9 +116,9 @@ def _embedder(config: EmbedConfig) -> PartReader:
     return PartReader(LoadedModel.load(config), record)
 
 
-def _rows(names: Sequence[str], columns: str) -> Iterator[Row]:
-    for name in names:
-        yield from read_rows(parse_source(name, rename=columns))
+def _rows(names: Sequence[str], columns: str) -> list[tuple[Source, list[Row]]]:
+    sources = [parse_source(name, rename=columns) for name in names]
+    return [(source, list(read_rows(source))) for source in sources]
 
 
 def _positive(row: dict[str, Any]) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxglue.data.questions import make_question
-from jaxglue.data.read_rows import COLUMNS, UnitText
+from jaxglue.data.read_rows import UnitText
 from jaxglue.data.store import Encoded
-from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, joined, judged, texts
 from jaxglue.objectives.reading import PartOutputs
-from jaxglue.serve.service import EndedError, FullError
+from jaxglue.serve.lanes import beside
+from jaxglue.serve.service import EndedError, FullError, require_short
 
 _ROWS = 4
 """Rows of tokens that are read together; a request beyond is read alone."""
@@ -82,7 +81,12 @@ class ReadService:
 
         self._open += 1
         try:
-            encoded = await asyncio.to_thread(lambda: reader.encode(make(reader)))
+            units = await asyncio.to_thread(make, reader)
+            texts = [text for unit in units for text in _texts(unit)]
+            for text in texts:
+                if reader.encoder.longest is None and len(text) > reader.limit:
+                    await beside(len(text), require_short, reader.model.tokenizer, text, reader.limit)
+            encoded = await beside(sum(map(len, texts)), reader.encode, units)
             self._jobs.put(_Job(reader, encoded, done))
             if self.failure:  # since the check above: the thread may not have seen the job
                 raise EndedError(self.failure)
@@ -154,6 +158,12 @@ class _Batch:
             job.done(Read(part, len(job.encoded.tokens)))
 
 
+def _texts(unit: UnitText) -> list[str]:
+    """Return the texts of a unit's beginning and parts."""
+    pieces = [unit.prefix, *(part.pieces for part in unit.parts)]
+    return ["".join(piece for piece in each if isinstance(piece, str)) for each in pieces]
+
+
 def _fill(rooms: list[int], job: _Job) -> bool:
     """Put a job's units into rows, and tell whether all have room."""
     for length in job.encoded.lengths.tolist():
@@ -171,15 +181,6 @@ def _settle(result: "asyncio.Future[Read]", value: Read | Exception) -> None:
         result.set_exception(value)
     else:
         result.set_result(value)
-
-
-def joined(parts: Sequence[Encoded]) -> Encoded:
-    """Return the units of several encodings, one after the other."""
-    columns = {name: np.concatenate([each.columns[name] for each in parts]) for name in COLUMNS}
-    tokens, mask, lengths = (
-        np.concatenate([getattr(each, name) for each in parts]) for name in ("tokens", "mask", "lengths")
-    )
-    return Encoded(tokens, mask, lengths, columns)
 
 
 def warm_up(reader: PartReader) -> None:

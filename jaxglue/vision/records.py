@@ -131,6 +131,20 @@ class ImageRecords:
         first, end = np.searchsorted(self.owners, [document, document + 1])
         return range(int(first), int(end))
 
+    def of_documents(self, documents: Sequence[int]) -> "ImageRecords":
+        """Return the images of some documents, which are numbered anew."""
+        owned = [self.of_document(document) for document in documents]
+        numbers = [image for images in owned for image in images]
+        stored = [self.blob[self.offsets[image] : self.offsets[image + 1]] for image in numbers]
+        return ImageRecords(
+            owners=np.repeat(np.arange(len(owned)), [len(images) for images in owned]).astype(np.int64),
+            grids=self.grids[numbers],
+            digests=self.digests[numbers],
+            stamps=self.stamps[numbers],
+            offsets=np.cumsum([0, *map(len, stored)], dtype=np.int64),
+            blob=np.concatenate(stored) if stored else self.blob[:0],
+        )
+
 
 RECORD_FILES = {field.name: f"images.{field.name}" for field in fields(ImageRecords)}
 """Files of the arrays, by their names."""

@@ -2,25 +2,31 @@
 
 import asyncio
 import base64
+import io
 import json
 import re
 import threading
 
 import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
 
+from jaxglue.data.config import Source
+from jaxglue.data.files import Row
 from jaxglue.data.questions import read_questions
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, texts
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, probabilities, texts
 from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
 from jaxglue.serve.reading import ReadService, make_readers, warm_up
 from jaxglue.serve.server import make_read_app
+from jaxglue.settings.recipe import SHIPPED
+from jaxglue.vision import records
 
 TEMPERATURES = {"noul": 2.0, "choice": 0.5, "score": 1.0}
 QUESTIONS = {
@@ -129,7 +135,6 @@ def test_openai_decisions_answer_in_order_with_values_of_their_types(client):
     [
         ("systemone", {"state": "", "questions": QUESTIONS}, "'state' is missing"),
         ("systemone", {"state": "x", "questions": {"a": {"type": "pick"}}}, "question 'a': type 'pick' is none"),
-        ("systemone", {"state": "x " * 3000, "questions": QUESTIONS}, "the model reads at most"),
         ("systemone", {"state": "x", "questions": QUESTIONS, "model": "other"}, "model 'other' is not served"),
         (
             "decisions",
@@ -256,6 +261,81 @@ def test_requests_about_one_state_have_one_copy_of_it(model, monkeypatch):
     np.testing.assert_array_equal(together.parts, np.concatenate([each.parts for each in alone]))
     for found in (lambda each: each.outputs, lambda each: each.values["kinds"]):
         np.testing.assert_allclose(found(together), np.concatenate([found(each) for each in alone]), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    config = ServeConfig(model=SHIPPED / "quickstart" / "seeing", random_weights=0, name="tiny")
+    service = ReadService({"decide": PartReader(LoadedModel.load(config), {"kind": "decide"})}, most=8)
+    yield service, TestClient(make_read_app(service, config))
+    service.close()
+
+
+def picture(color):
+    """Return a plain image as a part of a content."""
+    Image.new("RGB", (64, 64), color).save(data := io.BytesIO(), "PNG")
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"},
+    }
+
+
+def test_decisions_about_images_are_those_of_rows_in_either_form(seeing, tmp_path):
+    """Equal texts about other images share no beginning, whose tokens are the same."""
+    (service, client), text = seeing, {"type": "text", "text": "Look closely."}
+    reader, color = service.readers["decide"], {"color": QUESTIONS["color"]}
+    red, blue = (
+        ask(client, state=[picture(each), text], questions=color).json()["answers"]["color"]["probabilities"]
+        for each in ("red", "blue")
+    )
+    assert red != pytest.approx(blue, abs=1e-4)
+    content = [{"type": "input_text", "text": "Look closely."}, picture("red")]
+    choices = [{"value": name, "description": word} for name, word in QUESTIONS["color"]["criteria"].items()]
+    body = {"input": [{"role": "user", "content": content}]}
+    body["questions"] = [{"type": "choice", "instructions": "Which?", "choices": choices}]
+    other = client.post("/v1/decisions", json=body).json()
+    assert other["usage"]["input_tokens"] > 16  # of the image
+    rows = []
+    for index, each in enumerate(["red", "blue", "red"]):
+        Image.new("RGB", (64, 64), each).save(tmp_path / f"{each}.png")
+        row = {
+            "state": "Look closely.",
+            "questions": color,
+            "gold": {"color": {"label": "red"}},
+            "images": [f"{each}.png"],
+        }
+        rows.append(Row("", row | ({"state": "user: Look closely."} if index == 2 else {})))
+    found, dataset = reader.read_rows([(Source(name=str(tmp_path / "rows.jsonl")), rows)])
+    assert dataset.reader is not None
+    p = probabilities(reader, found, [read_questions(color)["color"]] * 3)
+    np.testing.assert_allclose(p[0], [*red.values()], atol=1e-5)
+    np.testing.assert_allclose(p[1], [*blue.values()], atol=1e-5)
+    np.testing.assert_allclose(p[2], [each["probability"] for each in other["answers"][0]["probabilities"]], atol=1e-5)
+
+
+def test_images_of_decisions_are_bounded_before_they_are_decoded(seeing, client, monkeypatch):
+    _, sees = seeing
+    url = lambda value: {"type": "image_url", "image_url": {"url": value}}  # noqa: E731
+    Image.new("1", (8000, 8000)).save(large := io.BytesIO(), "PNG")
+    bomb = url("data:image/png;base64," + base64.b64encode(large.getvalue()).decode())
+    monkeypatch.setattr(records, "read_image", lambda *_: pytest.fail("an image was decoded"))
+    for state, message in (
+        ([picture("red")] * 17, "17 images: at most 16"),
+        ([bomb], "8000 × 8000 pixels"),
+        ([url("https://example.org/cat.png")], "not fetched from the network"),
+        ([url("/etc/hostname")], "files are not read here"),
+        ([picture("red"), {"type": "text", "text": 3}], "parts beside images must be texts"),
+    ):
+        reply = ask(sees, state=[*state, {"type": "text", "text": "Look."}], questions=QUESTIONS)
+        assert reply.status_code == 400 and message in reply.text, reply.text
+    blind = ask(client, state=[picture("red"), {"type": "text", "text": "Look."}], questions=QUESTIONS)
+    assert blind.status_code == 400 and "sees no images" in blind.text
+
+
+def test_a_state_of_many_tokens_is_refused_before_it_is_encoded(client, service, monkeypatch):
+    monkeypatch.setattr(PartReader, "encode", lambda *_: pytest.fail("it was encoded"))
+    reply = ask(client, state="word " * 400_000, questions=QUESTIONS)
+    assert reply.status_code == 400 and "more than" in reply.text, reply.text
 
 
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):

@@ -10,6 +10,8 @@ from safetensors.numpy import load_file
 from selection import thorough
 
 from jaxglue.hf.merge import export_adapter
+from jaxglue.serve.config import EvaluateConfig
+from jaxglue.serve.measured import measure_rows
 from jaxglue.settings.recipe import from_settings
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
@@ -161,10 +163,14 @@ def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path):
     _, kept = run(folder, tmp_path / "kept", **common)
     _, in_steps = run(folder, tmp_path / "steps", **common, image_features="off")
     np.testing.assert_allclose(kept, in_steps, rtol=1e-5)
-    held_out = {}
+    held_out, measured = {}, {}
     for name in ("rows", "apart", "blind"):
         settings = common | {"steps": 1, "learning_rate": 1e-9, "eval_data": [str(tmp_path / f"{name}.jsonl")]}
-        run(folder, tmp_path / name, **settings)
+        summary, _ = run(folder, tmp_path / name, **settings)
+        config = EvaluateConfig(adapter=summary.adapter, data=(str(tmp_path / f"{name}.jsonl"),))
+        measured[name] = measure_rows(config).values["nll/uncalibrated"]
         held_out[name] = [row for row in read_metrics(tmp_path / name / "metrics.jsonl") if "eval_loss" in row][-1]
     assert held_out["apart"]["eval_loss"] == pytest.approx(held_out["rows"]["eval_loss"], rel=1e-5)
     assert held_out["blind"]["eval_loss"] != pytest.approx(held_out["rows"]["eval_loss"], rel=1e-4)
+    for name, row in held_out.items():
+        assert measured[name] == pytest.approx(row["eval_nll"], rel=1e-5)

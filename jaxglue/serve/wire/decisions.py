@@ -3,12 +3,14 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from jaxglue.data.messages import is_image, read_chat
 from jaxglue.data.questions import (
     CHOICE,
     SCORE,
@@ -21,7 +23,7 @@ from jaxglue.data.questions import (
 )
 from jaxglue.generation.reading import decisions, probabilities
 from jaxglue.objectives.decide import label_masses
-from jaxglue.serve.fields import read_body
+from jaxglue.serve.fields import MOST_IMAGES, read_body
 from jaxglue.serve.host import Host
 from jaxglue.serve.reading import Read
 from jaxglue.serve.refusals import BadRequestError
@@ -34,10 +36,11 @@ _TYPES = {"predicate": YES_NO, "choice": CHOICE, "score": SCORE}
 
 
 async def _system_one(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, {"model", *_SYSTEM_ONE})
+    body = await read_body(http, {"model", *_SYSTEM_ONE}, sees=_sees(host))
     model = host.models.find(body.get("model"))
     questions = read_questions(body.get("questions"), most=MOST_QUESTIONS)
-    read, found = await _ask(host, read_state(body.get("state")), questions, _instructions(body))
+    state, images = _shown(body.get("state"), "state")
+    read, found = await _ask(host, read_state(state), questions, _instructions(body), images)
     pairs = zip(questions.items(), found, strict=True)
     answers = {name: _system_one_answer(question, p) for (name, question), p in pairs}
     masses = zip(questions, label_masses(read.found).tolist(), strict=True)
@@ -49,13 +52,14 @@ async def _system_one(host: Host, http: HttpRequest) -> Response:
 
 
 async def _openai(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, {"model", *_OPENAI})
+    body = await read_body(http, {"model", *_OPENAI}, sees=_sees(host))
     model, listed = host.models.find(body.get("model")), body.get("questions")
     if not isinstance(listed, list) or not 0 < len(listed) <= MOST_QUESTIONS:
         raise BadRequestError(f"questions must be a list of 1 to {MOST_QUESTIONS} questions", parameter="questions")
     asked = [_openai_question(index, each) for index, each in enumerate(listed)]
     questions = {str(index): question for index, (_, question, _) in enumerate(asked)}
-    read, found = await _ask(host, _input(body.get("input")), questions, _instructions(body))
+    state, images = _input(body.get("input"))
+    read, found = await _ask(host, state, questions, _instructions(body), images)
     answers = [_openai_answer(*each, p) for each, p in zip(asked, found, strict=True)]
     usage = {
         "input_tokens": read.tokens,
@@ -68,12 +72,19 @@ async def _openai(host: Host, http: HttpRequest) -> Response:
     return JSONResponse({**head, "answers": answers, "usage": usage})
 
 
+def _sees(host: Host) -> bool:
+    return host.reading.readers["decide"].sees
+
+
 async def _ask(
-    host: Host, state: str, questions: Mapping[str, Question], system: str | None
+    host: Host, state: str, questions: Mapping[str, Question], system: str | None, images: Sequence[Any]
 ) -> tuple[Read, list[np.ndarray]]:
     """Return the probabilities of each question's options."""
+    if len(images) > MOST_IMAGES:
+        raise BadRequestError(f"{len(images)} images: at most {MOST_IMAGES} are taken")
     service = host.reading
-    read = await service.read("decide", lambda reader: decisions(reader, [(state, questions)], system=system))
+    make = partial(decisions, states=[(state, questions)], system=system, media=images)
+    read = await service.read("decide", make)
     return read, probabilities(service.readers["decide"], read.found, list(questions.values()))
 
 
@@ -160,14 +171,27 @@ def _openai_answer(name: str | None, question: Question, values: Sequence[Any], 
     return {**head, "confidence": float(p[best]), "probabilities": listed}
 
 
-def _input(value: Any) -> str:
-    """Return the text of an input: a text, or messages, each behind its role."""
+def _shown(value: Any, parameter: str) -> tuple[Any, Sequence[Any]]:
+    """Return what a value says beside its images, and these, where it is a list of parts as a chat's content has."""
+    images = [part for part in value if is_image(part)] if isinstance(value, list) else []
+    if not images:
+        return value, ()
+    parts = [part for part in value if not is_image(part)]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise BadRequestError(f"{parameter}: parts beside images must be texts", parameter=parameter)
+    shown = read_chat([{"role": "user", "content": images}], None, parameter, sees=True).images
+    return "\n".join(part["text"] for part in parts), shown
+
+
+def _input(value: Any) -> tuple[str, Sequence[Any]]:
+    """Return the text of an input, and its images: a text, or messages, each behind its role."""
     if isinstance(value, str):
-        return read_state(value)
+        return read_state(value), ()
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
         raise BadRequestError("input must be a text, or a list of messages and tool calls", parameter="input")
-    lines = [_message(each) for each in value]
-    return read_state("\n".join(line for line in lines if line))
+    shown = [_shown(each.get("content"), "input") for each in value]
+    lines = [_message({**each, "content": content}) for each, (content, _) in zip(value, shown, strict=True)]
+    return read_state("\n".join(line for line in lines if line)), [image for _, images in shown for image in images]
 
 
 def _message(message: Mapping[str, Any]) -> str:
