@@ -82,9 +82,9 @@ def main() -> None:
             f"{name} per pair": spans[f"{name}_ms"] / causal[f"{name}_ms"] / pairs for name in ("forward", "both")
         }
         results.append({"layer": layer, "tokens": args.tokens, "causal": causal, "spans": spans, **ratios})
-        print(json.dumps(results[-1]))
-    if args.json:
-        write_results(args.json, results)
+        print(json.dumps(results[-1]), flush=True)
+        if args.json:
+            write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,39 @@
-"""Train a model that sees on drawn pictures, then on texts of as many tokens; print times of both as JSON.
+"""Train a model that sees on drawn pictures, and on texts of as many tokens; write times as JSON, row after row.
 
     python benchmarks/vision_step.py --shape qwen3.5-9b --documents 96 --epochs 3 --json results.json
-    python benchmarks/vision_step.py --shape gemma-3-12b --peer /venv/bin/python --json results.json
+    python benchmarks/vision_step.py --rows pictures short --memory-limit 22 --json results.json
+    python benchmarks/vision_step.py --rows --peer /venv/bin/python --json results.json
 
 Weights are random, adapters of the text train, and the tower is frozen: its features are computed in the first epoch
 and kept. A step is one row of `--seq-len` tokens, of pictures with sides of 448 to 1,344 pixels and texts of 32 to 512
-words. `--peer` measures Unsloth on the same documents (`peers/vision.py`), in batches by length, and one by one.
+words; `short` rows have at most 640 pixels and 384 words, fewer than 800 tokens. `--peer` measures Unsloth on the same
+documents (`peers/vision.py`), before ours, in a process that has the GPU for itself.
 """
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
+import jax
 import numpy as np
-from measure import write_results
+from measure import provenance, write_json
 from PIL import Image
 from shapes import SHAPES
 
 import jaxglue
+from jaxglue.data.config import DataConfig
+from jaxglue.data.prepare import prepare_data, read_vision
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.training.callbacks import Callback
 
 SEEING = Path(__file__).resolve().parent.parent / "jaxglue" / "recipes" / "quickstart" / "seeing"
@@ -30,6 +41,8 @@ TINY_TOWER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size"
 TINY_SIGLIP = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
 QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 PEER = Path(__file__).parent / "peers" / "vision.py"
+SHORT = {"largest": 640, "most_words": 384}
+"""Of rows whose image and text have fewer than 800 tokens."""
 
 
 class Clock(Callback):
@@ -78,15 +91,16 @@ def around(text: dict[str, Any], raw: dict[str, Any]) -> tuple[dict[str, Any], s
     return {"vision_config": vision | (TINY_TOWER if is_tiny else {})}, QWEN_MARKS
 
 
-def make_data(folder: Path, documents: int, largest: int, seed: int = 0) -> Path:
-    """Write rows with a picture each; return their file."""
+def make_data(folder: Path, documents: int, largest: int, most_words: int = 512, seed: int = 0) -> Path:
+    """Write rows with a picture each into a new folder; return their file."""
+    folder.mkdir()
     rng = np.random.default_rng(seed)
     rows = []
     for number in range(documents):
         height, width = rng.integers(largest // 3, largest + 1, 2).tolist()
         noise = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3)).astype(np.uint8))
         noise.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=85)
-        words = " ".join(rng.choice(["red", "green", "circle", "cross", "a", "then"], int(rng.integers(32, 513))))
+        words = " ".join(rng.choice(["red", "green", "circle", "cross", "a", "then"], rng.integers(32, most_words + 1)))
         messages = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": words}]
         rows.append({"messages": messages, "images": [f"{number}.jpg"]})
     (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,7 +119,7 @@ def as_texts(path: Path, lengths: list[int]) -> Path:
 
 
 def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
-    """Train for the epochs; return tokens per second of each, but for the first steps, and the peak of memory."""
+    """Train for the epochs; return tokens per second of each, but for the first steps and padding, and peak memory."""
     clock, output = Clock(), folder / "run"
     summary = jaxglue.train(
         model=str(model),
@@ -124,12 +138,14 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
     assert summary is not None
     steps = len(clock.times) // args.epochs
     spans = np.diff(clock.times)
+    tokens = int(read_documents(model, data, args, folder).lengths.sum())
     plan = dict(json.loads((output / "plan.json").read_text())["rows"])
     epochs = [spans[max(3, epoch * steps) : (epoch + 1) * steps - 1] for epoch in range(args.epochs)]
     return {
-        "tokens_per_second": [args.seq_len / float(np.mean(part)) if len(part) else None for part in epochs],
+        "tokens_per_second": [tokens / steps / float(np.mean(part)) if len(part) else None for part in epochs],
         "best_step_ms": float(spans[3:].min() * 1e3),
         "steps_an_epoch": steps,
+        "tokens": tokens,
         "peak_gib": summary.peak_memory_gb * 1e9 / 2**30,
         "losses": [summary.first_loss, summary.last_loss],
         "startup_seconds": summary.startup_seconds,
@@ -145,71 +161,93 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1344, help="pixels of a side, at most; a third of it at least")
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--rows", nargs="*", choices=("pictures", "short", "texts"), default=["pictures", "texts"])
     parser.add_argument("--memory-limit", type=float, help="GiB")
-    parser.add_argument("--no-texts", action="store_true", help="leave out the rows of text")
     parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
+    parser.add_argument("--peer-path", type=Path, help="folder of its packages, in the place of PYTHONPATH")
+    parser.add_argument("--peer-limit", type=float, default=240.0, help="seconds after which the peer is killed")
     parser.add_argument("--peer-engine", choices=("unsloth", "peft"), default="unsloth")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    settings: dict[str, Any] = {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model, pictures = make_model(folder / "model", args.shape), make_data(folder, args.documents, args.largest)
-        results = [{"rows": "pictures", **measure(folder, model, pictures, args, **settings)}]
-        print(json.dumps(results[0]))
-        if not args.no_texts:
-            lengths = document_lengths(model, pictures, args, folder)
-            texts = as_texts(folder / "texts.jsonl", lengths)
-            results.append({"rows": "texts", **measure(folder, model, texts, args, **settings)})
-            print(json.dumps(results[-1]))
-        if args.peer:
-            for result in measure_peer(folder, model, pictures, args):
-                print(json.dumps(result))
-                results.append(result)
-    if args.json:
-        write_results(args.json, results)
+        for result in measured(Path(scratch), args):
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if args.json:
+                write_json(args.json, provenance(result["gpu"]) | {"results": results})
 
 
-def document_lengths(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> list[int]:
-    """Return the tokens of the rows with pictures."""
-    return read_documents(model, data, args, folder).lengths.tolist()
+def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the results of the peer, which has the GPU for itself as long as no array is on it, then ours."""
+    settings: dict[str, Any] = {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
+    model = make_model(folder / "model", args.shape)
+    files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
+    files["short"] = make_data(folder / "short", args.documents, **SHORT)
+    if args.peer:
+        yield from measure_peer(folder, model, files, args)
+    for rows in args.rows:
+        if rows == "texts":
+            lengths = read_documents(model, files["pictures"], args, folder).lengths.tolist()
+            files["texts"] = as_texts(folder / "texts.jsonl", lengths)
+        found = measure(folder, model, files[rows], args, **settings)
+        yield {"rows": rows, "memory_limit": args.memory_limit, **found, "gpu": jax.devices()[0].device_kind}
 
 
 def read_documents(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> Any:
-    """Return the rows with pictures as documents."""
-    from jaxglue.data.config import DataConfig
-    from jaxglue.data.prepare import prepare_data, read_vision
-    from jaxglue.data.tokenizer import load_tokenizer
-
+    """Return rows as documents."""
     tokenizer = load_tokenizer(model)
     config = DataConfig(data=(str(data),), seq_len=args.seq_len, cache_dir=str(folder / "cache"))
     return prepare_data(config, tokenizer, processor=read_vision(model, None, tokenizer)).train
 
 
-def measure_peer(folder: Path, model: Path, data: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write the documents with their patches; return the peer's rates in batches by length, and one by one."""
-    documents = read_documents(model, data, args, folder)
-    arrays: dict[str, np.ndarray] = {"lengths": documents.lengths}
-    for number in range(len(documents)):
-        indices = documents.indices(number)
-        arrays[f"tokens{number}"], arrays[f"mask{number}"] = (
-            documents.store.tokens[indices],
-            documents.store.mask[indices],
-        )
-        (image,) = documents.reader.images_of(int(documents.documents[number]))
-        arrays[f"grid{number}"], arrays[f"patches{number}"] = np.array(image.grid), image.patches
-    np.savez(folder / "documents.npz", **arrays)
-    results = []
-    for batch_tokens in (args.seq_len, 0):
-        command = [str(args.peer), str(PEER), "--engine", args.peer_engine, "--model", str(model)]
-        command += ["--documents", str(folder / "documents.npz"), "--batch-tokens", str(batch_tokens)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            results.append({"engine": args.peer_engine, "error": done.stderr[-2000:]})
-            continue
-        how = "batches by length" if batch_tokens else "one by one"
-        results.append({"engine": args.peer_engine, "rows": how, **json.loads(done.stdout.strip().splitlines()[-1])})
-    return results
+def measure_peer(
+    folder: Path, model: Path, files: dict[str, Path], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Write the documents with their patches; yield what the peer prints, then why it ended where it failed."""
+    command = [str(args.peer), str(PEER), "--engine", args.peer_engine, "--model", str(model)]
+    command += ["--step-tokens", str(args.seq_len)]
+    for name, data in files.items():
+        documents = read_documents(model, data, args, folder)
+        arrays: dict[str, np.ndarray] = {"lengths": documents.lengths}
+        for number in range(len(documents)):
+            indices = documents.indices(number)
+            arrays[f"tokens{number}"] = documents.store.tokens[indices]
+            arrays[f"mask{number}"] = documents.store.mask[indices]
+            (image,) = documents.reader.images_of(int(documents.documents[number]))
+            arrays[f"grid{number}"], arrays[f"patches{number}"] = np.array(image.grid), image.patches
+        np.savez(folder / f"{name}.npz", **arrays)
+        command += [f"--{name}", str(folder / f"{name}.npz")]
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    environment |= {"PYTHONPATH": str(args.peer_path)} if args.peer_path else {}
+    path = args.json.with_suffix(".log") if args.json else folder / "peer.log"
+    with (
+        path.open("w+", encoding="utf-8") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+        ) as process,
+    ):
+        end = Timer(args.peer_limit, kill_group, (process,))
+        end.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):  # Unsloth prints, too
+                result = json.loads(line)
+                if "ended" in result:
+                    break
+                yield {"engine": args.peer_engine, **result}
+        else:
+            log.seek(0)
+            yield {"engine": args.peer_engine, "gpu": None, "error": f"killed or ended: {log.read()[-2000:]}"}
+        end.cancel()
+        kill_group(process)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """End a process and those that it started, which hold its output open."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

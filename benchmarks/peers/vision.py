@@ -1,47 +1,43 @@
-"""Train a peer's model that sees on the documents of benchmarks/vision_step.py; print its rate as JSON.
+"""Train a peer's model that sees on the documents of benchmarks/vision_step.py; print its rates as lines of JSON.
 
-    python benchmarks/peers/vision.py --engine unsloth --model DIR --documents FILE.npz --batch-tokens 16384
+    python benchmarks/peers/vision.py --engine unsloth --model DIR --pictures FILE.npz --short FILE.npz
 
-Documents of alike lengths make batches of at most so many tokens, padding among them; with 0, each is a batch of its
-own, and as many as fill a row make a step. The tower is frozen, and adapters of the text train, as in the benchmark.
-Weights are random.
+Pictures are trained on packed, where Unsloth packs them; in batches of alike lengths of at most `--step-tokens` with
+their padding; and one by one, as many as fill a row in a step. Short rows are trained on in batches of two by chance,
+four of them a step, as Unsloth's notebooks do. The tower is frozen, and adapters of the text train, as in the
+benchmark. Weights are random. Each kind's batches are passed once before those that count: Unsloth compiles.
 """
 
 import argparse
+import faulthandler
+import functools
 import json
+import multiprocessing
 import os
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import engines
 import numpy as np
 
-_WARM_UP = 2
-"""Passes over the batches before those that count: Unsloth compiles in the first."""
 _TEXT = r".*language_model.*\.({names})"
 
 
 def load(engine: str, folder: str, seq_len: int) -> Any:
     """Return a model with random weights, a frozen tower, and adapters on the text's linear layers."""
     engines.stay_offline()
+    writer = multiprocessing.get_context("spawn").Process(target=write_weights, args=(folder,))
+    writer.start()  # in a process whose transformers Unsloth does not patch, while it is imported here
     if engine == "unsloth":
         engines.import_unsloth()
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    cuda = torch.cuda.is_available()
-    config = AutoConfig.from_pretrained(folder)
+    writer.join()
+    assert writer.exitcode == 0, "no weights were written"
     names = "|".join([*engines.TARGETS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"])
     pattern = _TEXT.format(names=names)
-    weights = os.path.join(folder, "model.safetensors.index.json")
-    if not os.path.isfile(weights) and not os.path.isfile(weights.removesuffix(".index.json")):
-        with torch.device("cuda" if cuda else "cpu"):
-            torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
-            model = AutoModelForImageTextToText.from_config(config)
-            torch.set_default_dtype(torch.float32)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
     if engine == "unsloth":
         from unsloth import FastVisionModel
 
@@ -49,7 +45,7 @@ def load(engine: str, folder: str, seq_len: int) -> Any:
         model, _ = FastVisionModel.from_pretrained(
             model_name=folder, load_in_4bit=False, load_in_16bit=True, local_files_only=True, **shared
         )
-        return FastVisionModel.get_peft_model(
+        model = FastVisionModel.get_peft_model(
             model,
             r=engines.RANK,
             lora_alpha=engines.ALPHA,
@@ -57,15 +53,31 @@ def load(engine: str, folder: str, seq_len: int) -> Any:
             bias="none",
             target_modules=pattern,
             **shared,
-        ).train()
+        )
+        return FastVisionModel.for_training(model)
     from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
 
+    cuda = torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, device_map={"": 0 if cuda else "cpu"})
     model = get_peft_model(model, LoraConfig(r=engines.RANK, lora_alpha=engines.ALPHA, target_modules=pattern))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
+
+
+def write_weights(folder: str) -> None:
+    """Write random weights beside a folder's config.json, bfloat16 on a GPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    cuda = torch.cuda.is_available()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("cuda" if cuda else "cpu"):
+        torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
+        model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(folder)
 
 
 def batches_of(lengths: np.ndarray, tokens: int) -> list[list[int]]:
@@ -116,9 +128,8 @@ def inputs_of(config: Any, documents: Any, numbers: list[int]) -> dict[str, Any]
             target[: len(part)], place[: len(part)] = part / 255, np.indices(grid).reshape(2, -1)[::-1].T
         batch |= {"pixel_values": padded, "image_position_ids": places}
         batch |= {"mm_token_type_ids": (ids == image).astype(np.int64)}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     arrays = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in batch.items()}
-    return {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+    return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
 def squares(values: np.ndarray, grid: np.ndarray, patch: int, merge: int) -> np.ndarray:
@@ -128,51 +139,126 @@ def squares(values: np.ndarray, grid: np.ndarray, patch: int, merge: int) -> np.
     return cut.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * merge * patch, columns * merge * patch)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return tokens without padding per second, and the peak of memory."""
-    documents = np.load(args.documents)
-    lengths = documents["lengths"]
-    model = load(args.engine, args.model, int(lengths.max()))
+class Passes:
+    """Steps of one model over batches, with AdamW."""
+
+    def __init__(self, model: Any):
+        import torch
+
+        self._torch, self._model, self._cuda = torch, model, torch.cuda.is_available()
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=self._cuda)
+
+    def placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch on the GPU; its copy needs no wait."""
+        return {name: value.to("cuda", non_blocking=True) for name, value in batch.items()} if self._cuda else batch
+
+    def pinned(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch in memory that the GPU copies from by itself."""
+        return {name: value.pin_memory() for name, value in batch.items()} if self._cuda else batch
+
+    def seconds(self, batches: list[dict[str, Any]], each: int) -> float:
+        """Return the time of a pass, in which so many batches make a step."""
+        begun, losses = time.perf_counter(), []
+        for place, batch in enumerate(batches, 1):
+            inputs = self.placed(batch)
+            with self._torch.autocast("cuda" if self._cuda else "cpu", dtype=self._torch.bfloat16, enabled=self._cuda):
+                loss = self._model(**inputs, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+            if place % each == 0 or place == len(batches):
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        self.last_loss = float(losses[-1])  # waits for the GPU
+        return time.perf_counter() - begun
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the time until the model is loaded; of each kind, tokens without padding per second, and peak memory."""
+    begun = time.perf_counter()
+    pictures, short = dict(np.load(args.pictures)), dict(np.load(args.short))
+    model = load(args.engine, args.model, int(max(pictures["lengths"].max(), short["lengths"].max())))
     import torch
 
-    cuda = torch.cuda.is_available()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=cuda)
-    batches = batches_of(lengths, args.batch_tokens)
-    config, each = model.config, max(1, args.step_tokens // int(lengths.mean())) if not args.batch_tokens else 1
-    spans, losses = [], []
-    for _ in range(_WARM_UP + args.passes):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for place, numbers in enumerate(batches, 1):
-            with torch.autocast("cuda" if cuda else "cpu", dtype=torch.bfloat16, enabled=cuda):
-                loss = model(**inputs_of(config, documents, numbers), use_cache=False).loss
-            loss.backward()
-            if place % each == 0 or place == len(batches):
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(float(loss))
-        spans.append(time.perf_counter() - start)
-    best = min(spans[_WARM_UP:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    rate = float(lengths.sum()) / best
-    return {
-        **{"tokens_per_second": rate, "seconds_a_pass": spans, "batches": len(batches), "losses": losses},
-        **{"peak_gib": peak, "versions": engines.versions()},
+    gpu = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"}
+    yield {**gpu, "loaded_s": round(time.perf_counter() - begun, 1), "versions": engines.versions()}
+    lengths, config, passes = pictures["lengths"], model.config, Passes(model)
+    row = max(1, args.step_tokens // int(lengths.mean()))
+    pairs = np.random.default_rng(0).permutation(len(short["lengths"])).tolist()
+    kinds = {
+        "packed": (pictures, packed_rows(lengths, args.step_tokens), 1),
+        "batches by length": (pictures, batches_of(lengths, args.step_tokens), 1),
+        "short rows in batches of two": (short, [pairs[first : first + 2] for first in range(0, len(pairs), 2)], 4),
+        "one by one": (pictures, batches_of(lengths, 0), row),
     }
+    for kind, (documents, batches, each) in kinds.items():
+        pack = functools.partial(inputs_of, config)
+        if kind == "packed":
+            try:
+                pack = packer(args.engine, model)
+            except (ImportError, ValueError) as error:
+                yield {**gpu, "rows": kind, "error": str(error)}
+                continue
+        inputs, spans = [passes.pinned(pack(documents, numbers)) for numbers in batches], []
+        for _ in range(1 + args.passes):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            spans.append(passes.seconds(inputs, each))
+        tokens = int(documents["lengths"].sum())
+        found = {"tokens_per_second": tokens / min(spans[1:]), "seconds_a_pass": spans, "batches": len(batches)}
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        yield {**gpu, "rows": kind, **found, "tokens": tokens, "loss": passes.last_loss, "peak_gib": peak}
+
+
+def packed_rows(lengths: np.ndarray, tokens: int) -> list[list[int]]:
+    """Return documents in rows of at most so many tokens, each in the first with room, longest first."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number in np.argsort(-lengths).tolist():
+        place = next((place for place, free in enumerate(room) if free >= lengths[number]), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(tokens)
+        rows[place].append(number)
+        room[place] -= int(lengths[number])
+    return rows
+
+
+def packer(engine: str, model: Any) -> Any:
+    """Return the function that packs documents into a row of Unsloth's.
+
+    Raises:
+        ValueError: Unsloth, or this engine, packs no images for this model.
+    """
+    if engine != "unsloth":
+        raise ValueError("only Unsloth packs images")
+    from unsloth.utils.mm_packing import pack_multimodal_documents, prepare_packed_multimodal_model
+
+    prepare_packed_multimodal_model(model)
+
+    def pack(documents: Any, numbers: list[int]) -> dict[str, Any]:
+        return pack_multimodal_documents([inputs_of(model.config, documents, [number]) for number in numbers])
+
+    return pack
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("unsloth", "peft"), default="unsloth")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--documents", required=True)
-    parser.add_argument("--batch-tokens", type=int, default=16_384)
-    parser.add_argument("--step-tokens", type=int, default=16_384, help="of documents one by one")
-    parser.add_argument("--passes", type=int, default=2)
-    print(json.dumps(measure(parser.parse_args())))
+    for name in ("model", "pictures", "short"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--step-tokens", type=int, default=16_384)
+    parser.add_argument("--passes", type=int, default=1)
+    faulthandler.dump_traceback_later(60, repeat=True)
+    try:
+        for result in measure(parser.parse_args()):
+            print(json.dumps(result), flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": str(error)[-2000:], "gpu": None}), flush=True)
+    print(json.dumps({"ended": True}), flush=True)
+    os._exit(0)  # compile workers would linger
 
 
 if __name__ == "__main__":

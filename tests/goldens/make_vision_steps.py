@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 HERE = Path(__file__).parent / "vision_steps"
 FROZEN = {"qwen3_vl": "visual"}
 """Parts without adapters."""
-RATES = {"qwen3_5": 1e-3}
+RATES = {"qwen3_5": 3e-4}
 """Of those whose steps rounding decides at `RATE`."""
 
 
