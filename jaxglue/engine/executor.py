@@ -120,6 +120,8 @@ class LayerExecutor:
         self.watch: Callable[[Params, Params, Array, Any], None] | None = None
         """Called with trainable, frozen, the last layer's output and its batch in each micro-batch of a step; it may
         read the output before it returns, and no executor of one program calls it."""
+        self.takes_turns = False
+        """Wait for each micro-batch, so that programs of others on the device run between two."""
         check_dropped_inputs(policies)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
@@ -222,6 +224,8 @@ class LayerExecutor:
             finish = done if last else partial(set_part, sums)
             arguments = trainable, frozen, batch, scale, batch_key, sums
             losses.append(run(*arguments, finish))
+            if self.takes_turns and not last:
+                jax.block_until_ready((losses[-1], sums))
         return self._total_loss(sum(losses[1:], start=losses[0]))
 
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:

@@ -22,6 +22,7 @@ class Distillation(RolloutObjective):
         HELD_OUT_EXCLUDES,
         Excludes("teacher_server", "it needs whole distributions: --objective distill_tokens has servers as teachers"),
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
+        Excludes("staleness", "it corrects for no older weights"),
     )
     requires = (Requires(("teacher",), "it learns the distributions of a model folder, or of base"),)
     needs_teacher = True

@@ -31,6 +31,7 @@ class TokenDistillation(RolloutObjective):
         *(Excludes(name, _BY_SERVER) for name in ("teacher", "teacher_quantize")),
         HELD_OUT_EXCLUDES,
         Excludes("dynamic_sampling", "it chooses prompts by their rewards, which are not trained on"),
+        Excludes("staleness", "it corrects for no older weights"),
         Excludes("lmbda", "a teacher judges tokens that the model has sampled"),
         Excludes("temperature", "servers' log-probabilities are those of temperature 1", lambda value: value != 1),
     )

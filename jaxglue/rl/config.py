@@ -67,6 +67,17 @@ class RolloutConfig(Config):
     """The most episodes under way at once; by default all of a generation."""
     max_num_seqs: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """The most answers that are written at once; by default as many as memory holds."""
+    staleness: Annotated[
+        int,
+        Range(ge=0, le=64),
+        Alias("max_staleness", "max_off_policy_steps", "max_steps_off_policy"),
+        Excludes("method", "older weights are kept as copies of the adapter", lambda method: method == "full"),
+        Excludes("exact_sampling", "answers are of older weights", _is_on),
+        Excludes("drafts", "the draft head is beside the weights that train", lambda drafts: drafts != "off"),
+        Excludes("importance_sampling_mode", "it corrects for older weights", lambda mode: mode == "none"),
+    ] = 0
+    """K: generations that are sampled ahead, while earlier ones are trained on, by weights which are that many
+    generations old; 0 samples and trains by turns. Of two GPUs, one samples."""
     exact_sampling: Annotated[
         Literal["auto", "on", "off"],
         Excludes("environment", "answers of an environment have parts that no one sampled", when=_is_on),

@@ -43,6 +43,9 @@ class Policy(Protocol):
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
 
+    def snapshot(self) -> "Policy":
+        """Return the present weights as a policy of their own, which writes answers while training changes these."""
+
     def draft_acceptance(self) -> float | None:
         """Return the share of drafts that were accepted since the last call; None where there were none."""
 
@@ -86,16 +89,30 @@ def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenize
     return Writer(policy=policy, tokenizer=tokenizer, environment=environment)
 
 
-def generate(plan: RolloutPlan, writer: Writer, position: int, journal: EpisodeJournal | None = None) -> Generation:
-    """Return answers to the prompts from a position in the run's order on; a journal keeps episodes under way.
+def generate(
+    plan: RolloutPlan,
+    writer: Writer,
+    position: int,
+    journal: EpisodeJournal | None = None,
+    *,
+    ahead: bool = False,
+) -> Generation:
+    """Return answers to the prompts from a position in the run's order on.
 
     With dynamic sampling prompts whose rewards do not differ are replaced by further ones, for some rounds; then
     log-probabilities are computed for the chosen answers alone.
+
+    Args:
+        plan: of the run.
+        writer: of the answers.
+        position: of the first prompt.
+        journal: keeps episodes under way.
+        ahead: log-probabilities are those of later weights, by `with_log_probs`.
     """
     if writer.environment is not None:
         writer = replace(writer, environment=writer.environment._replace(journal=journal))
     if not plan.config.dynamic_sampling:
-        return _answer(plan, writer, position, with_log_probs=True)
+        return _answer(plan, writer, position, with_log_probs=not ahead)
     generation = _answer(plan, writer, position, with_log_probs=False)
     for _ in range(_MOST_ROUNDS):
         if compare(plan.objective, rewards_of(plan, generation)).teaches.sum() >= plan.prompts:
@@ -104,7 +121,13 @@ def generate(plan: RolloutPlan, writer: Writer, position: int, journal: EpisodeJ
     teaches = compare(plan.objective, rewards_of(plan, generation)).teaches
     first = np.argsort(~teaches, kind="stable")[: plan.prompts]
     chosen = generation.select(np.sort(first).tolist())
-    return _with_log_probs(chosen, _begin_passes(plan, writer.policy, chosen.prompts, chosen.samples))
+    return chosen if ahead else with_log_probs(plan, writer.policy, chosen)
+
+
+def with_log_probs(plan: RolloutPlan, policy: Policy, generation: Generation) -> Generation:
+    """Return a generation with the log-probabilities that something reads, under the present weights."""
+    passes = _begin_passes(plan, policy, generation.prompts, generation.samples)
+    return _with_log_probs(generation, passes)
 
 
 def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs: bool) -> Generation:

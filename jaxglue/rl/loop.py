@@ -1,13 +1,16 @@
 """The loop of reinforcement learning: prompts are answered and judged, answers compared, packed and trained on.
 
 A step is a function of the seed, the weights and the rewards. Answers stay on disk until a checkpoint holds their
-steps: a run that was killed goes on with the same ones, and with rewards that might differ the next time.
+steps: a run that was killed goes on with the same ones, and with rewards that might differ the next time. With
+`--staleness` K the answers of a step are written by the weights of K generations before, in a thread, so that this
+holds there, too: a checkpoint waits for those of weights that it does not hold.
 """
 
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +28,8 @@ from jaxglue.rl.advantages import (
     rewards_of,
     turn_credits,
 )
-from jaxglue.rl.generate import Policy, Writer, answer_held_out, check_exact, generate, make_writer
+from jaxglue.rl.ahead import GenerationsAhead
+from jaxglue.rl.generate import Policy, Writer, answer_held_out, check_exact, generate, make_writer, with_log_probs
 from jaxglue.rl.pack import Group, groups_of, unpack, with_mean_weight, with_teacher_matrix
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt
@@ -59,6 +63,9 @@ class RolloutSteps(Iterator[Step]):
         self.state = LoopState()
         self.steps_per_epoch = max(1, len(plan.dataset) * plan.window // plan.prompts)
         """Optimizer steps in which as many prompts are answered as there are."""
+        self.total: int | None = None
+        """Optimizer steps of the run, beyond which nothing is written ahead."""
+        self._ahead = GenerationsAhead()
         self.max_segments = plan.most_rows
         """Segment slots of every batch."""
         self.see: See = RowImages.with_patches
@@ -80,27 +87,66 @@ class RolloutSteps(Iterator[Step]):
 
     def release(self) -> None:
         """Let go of the model, whose arrays would stay, until another one comes."""
+        self._ahead.drop()
         self._writer = None
 
     def __next__(self) -> Step:
         if not self._window:
-            self._fill(self._folder.load(self.state.step, self.plan.dataset.prompts))
+            self._fill(self._next_generation())
         step, taken = self._window.popleft(), self.state.taken + 1
         last = LoopState(self._following, self.state.step + taken)
         self.state = self.state._replace(taken=taken) if self._window else last
         return seen(step, self.see)
 
-    def _fill(self, generation: Generation | None) -> None:
+    def _next_generation(self) -> Generation:
+        """Return the next answers, which with `--staleness` were begun some generations ago; begin later ones."""
+        assert self._writer is not None
+        plan, (position, step, _), writer = self.plan, self.state, None
+        if not plan.config.staleness:
+            return self._write(self._writer, step, step, position)
+        last = step + plan.config.staleness * plan.window
+        for later in range(step, last + 1, plan.window):
+            if later not in self._ahead and (later == step or self.total is None or later < self.total):
+                writer = writer or replace(self._writer, policy=self._writer.policy.snapshot())
+                self._ahead.begin(later, position, partial(self._write, writer, step))
+        return self._ahead.take(step)
+
+    def _write(self, writer: Writer, weights: int, step: int, position: int) -> Generation:
+        """Return the answers for the steps after `step`: those that were kept for them, or new ones.
+
+        Args:
+            writer: of new ones.
+            weights: optimizer steps of its weights.
+            step: optimizer steps before those on the answers.
+            position: of the first prompt in the run's order.
+        """
+        plan = self.plan
+        if (kept := self._folder.load(step, plan.dataset.prompts)) is not None:
+            return kept
+        with self._folder.journal(step) as journal:
+            generation = generate(plan, writer, position, journal, ahead=plan.config.staleness > 0)
+        if not self._is_exact:
+            check_exact(plan, writer.policy, generation)
+            self._is_exact = True
+        generation = replace(generation, weights=weights)
+        self._folder.save(step, generation)
+        return generation
+
+    def _with_log_probs(self, generation: Generation) -> Generation:
+        """Return answers that were written ahead with log-probabilities under the weights before their first step."""
+        first = generation.samples[0][0]
+        if not self.plan.config.staleness or first.old is not None or first.reference is not None:
+            return generation
+        assert self._writer is not None
+        computed = with_log_probs(self.plan, self._writer.policy, generation)
+        if computed is not generation:
+            self._folder.save(self.state.step, computed)
+        return computed
+
+    def _fill(self, generation: Generation) -> None:
         """Make the steps on the next answers, or on those that were kept for them."""
         assert self._writer is not None
-        plan, step = self.plan, self.state.step
-        if generation is None:
-            with self._folder.journal(step) as journal:
-                generation = generate(plan, self._writer, self.state.position, journal)
-            if not self._is_exact:
-                check_exact(plan, self._writer.policy, generation)
-                self._is_exact = True
-            self._folder.save(step, generation)
+        plan, step, generation = self.plan, self.state.step, self._with_log_probs(generation)
         advantages = compare(plan.objective, rewards_of(plan, generation))
         self._folder.record(step + 1, generation, plan.judge.names, advantages.values)
         for kind, text in _vain(plan, generation, advantages):
@@ -110,12 +156,15 @@ class RolloutSteps(Iterator[Step]):
         first, *others = make_steps(plan, self._writer.policy, generation, advantages)
         if (share := self._writer.policy.draft_acceptance()) is not None:
             first = replace(first, metrics={**first.metrics, "drafts/accepted": share})
+        if plan.config.staleness:
+            first = replace(first, metrics={**first.metrics, "staleness": step - generation.weights})
         self._window.extend([first, *others])
         self._following = generation.following
 
     def evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts, always by the same random numbers; return the metrics of rewards and lengths."""
         assert self._writer is not None
+        self._ahead.wait()
         generation = answer_held_out(self.plan, self._writer)
         advantages = compare(self.plan.objective, rewards_of(self.plan, generation))
         metrics = length_metrics(generation.all_samples)
@@ -123,7 +172,11 @@ class RolloutSteps(Iterator[Step]):
         return {f"eval_{name}": value for name, value in metrics.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """Return a JSON-able state: the beginning of the answers in use, and the number of their steps taken."""
+        """Return a JSON-able state: the beginning of the answers in use, and the number of their steps taken.
+
+        Answers under way are waited for, since their weights are in no checkpoint.
+        """
+        self._ahead.wait()
         return {**self.state._asdict(), "run": self.plan.fingerprint, "judges": self.plan.judge.digests}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -138,6 +191,7 @@ class RolloutSteps(Iterator[Step]):
             if before.get(file, digest) != digest:
                 _log.warning("%s has changed since step %d: further answers are judged by it", file, state["step"])
         self._window.clear()
+        self._ahead.drop()
         self.state = LoopState(state["position"], state["step"])
         self._folder.rewind()
         if not state["taken"]:
@@ -162,7 +216,8 @@ class RolloutSteps(Iterator[Step]):
         self._folder.drop_before(self.state.step)
 
     def close(self) -> None:
-        """End the processes of rewards, and what is asked of teachers."""
+        """End what is written ahead, the processes of rewards, and what is asked of teachers."""
+        self._ahead.drop()
         self.plan.judge.close()
         if self.plan.teachers is not None:
             self.plan.teachers.close()

@@ -49,6 +49,8 @@ class Generation:
     rewards: Float[np.ndarray, "prompts answers functions"]
     sampled: int
     """Prompts that were answered, with those that dynamic sampling left out."""
+    weights: int = 0
+    """Optimizer steps of the weights that wrote them, where these are not the present ones."""
 
     @property
     def all_samples(self) -> list[Sample]:
@@ -126,6 +128,7 @@ class RolloutFolder:
             "texts": [sample.text for sample in samples],
             "episodes": [sample.episode and sample.episode._asdict() for sample in samples],
             "sampled": rollouts.sampled,
+            "weights": rollouts.weights,
         }
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(sample, name) for sample in samples])
@@ -246,6 +249,7 @@ def _generation(values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[
         samples=[samples[start : start + count] for start in range(0, len(samples), count)],
         rewards=values["rewards"],
         sampled=meta["sampled"],
+        weights=meta.get("weights", 0),
     )
 
 

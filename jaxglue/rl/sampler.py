@@ -143,6 +143,7 @@ class Sampler:
         rounds: calls to come, which decide whether a program of all layers is worth compiling.
         typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
         slots: the most answers at a time; by default as many as memory holds.
+        reserved: bytes beside the weights that training takes meanwhile.
     """
 
     def __init__(
@@ -154,8 +155,9 @@ class Sampler:
         rounds: int,
         typical: Sequence[Sequence[int]],
         slots: int | None = None,
+        reserved: float = 0,
     ):
-        self._slots = slots
+        self._slots, self._reserved = slots, reserved
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
         self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
@@ -191,7 +193,7 @@ class Sampler:
             devices = [_device_of(copy) for copy in copies]
             typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
             if self._free is None:
-                self._free = min(free_bytes(device=device) for device in devices)
+                self._free = min(free_bytes(device=device) for device in devices) - self._reserved
             free = self._share * self._free
             options: dict[str, Any] = {} if self._slots is None else {"slots": -(-self._slots // len(devices))}
             self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free, **options)

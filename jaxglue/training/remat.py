@@ -29,10 +29,12 @@ from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import check_mesh, why_rows_stay_whole
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.workload import make_workload
+from jaxglue.training.workload import make_workload, training_devices
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
+_BESIDE_SAMPLING = 0.6
+"""Part of a GPU's memory for training where answers are sampled on it meanwhile."""
 _UNPLANNED = Reason(
     choice=_ON_CPU,
     limit="the device: no plan is made for a CPU's memory",
@@ -60,6 +62,8 @@ class Asked:
     storage: Storage
     """Of the decoder layers' linear layers."""
     explain: bool
+    sampling: bool
+    """Answers are sampled on the same GPU meanwhile."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -78,6 +82,7 @@ class Asked:
             random_weights=model.random_weights,
             storage=model.storage,
             explain=config.run.explain,
+            sampling=config.rollouts.staleness > 0 and jax.device_count() == 1,
         )
 
 
@@ -202,6 +207,8 @@ def _fastest(
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:
         limited = gpu.limited(pool or pool_gib(asked.memory_limit, exchanges=workload.mesh.devices > 1))
+        if asked.sampling:
+            limited = limited.limited(_BESIDE_SAMPLING * limited.memory / GIB)
         return fastest_place(places, lambda placed: _resolve(asked, placed, limited, files, steps))
 
     if AUTO not in (asked.remat, asked.embeddings):  # auto weights stay on the device where they fit, at any rate
@@ -416,7 +423,7 @@ def choose_mesh(
         ValueError: the mesh does not fit the devices, the batch or the model.
         DoesNotFit: nothing fits the GPUs' memory.
     """
-    devices = jax.device_count()
+    devices = training_devices(config)
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
     full = config.model.method == "full"

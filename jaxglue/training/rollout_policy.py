@@ -1,7 +1,9 @@
 """The model in training as reinforcement learning sees it: it writes answers, and tells their log-probabilities."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -124,6 +126,13 @@ class TrainedPolicy:
             top_p=1.0,
             seed=plan.seed,
         )
+        self.multiplied: list[bool] | None = None
+        """Layers of a snapshot whose matrices for FP8 products are multiplied so; None for those of training."""
+        self._other: tuple[jax.Device, Params] | None = None
+        """Device that samples in place of the one that trains, with the frozen weights."""
+        reserved = 0
+        if plan.config.staleness:
+            reserved = self._share_devices()
         rounds = run.schedule.total_steps // plan.window
         self._sample = Sampler(
             self._engine,
@@ -132,11 +141,38 @@ class TrainedPolicy:
             rounds=rounds,
             typical=plan.typical_prompts,
             slots=plan.config.max_num_seqs,
+            reserved=reserved,
         )
         # Without new adapters the reference has arrays of its own, as training donates its.
         copied = run.objective.uses_reference and not parts.executor.has_reference
         self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
         self._teacher = None if run.teacher is None else make_teacher(run.teacher, parts, state)
+
+    def _share_devices(self) -> float:
+        """Let a second device sample, if there is one, else by turns with training; return the bytes that this needs.
+
+        They are those that the plan of training takes beside what is there.
+        """
+        if len(devices := jax.local_devices()) > 1:
+            self._other = devices[1], jax.device_put(self.state.frozen, devices[1])
+            return 0
+        self._parts.executor.takes_turns = True
+        use = (devices[0].memory_stats() or {}).get("bytes_in_use", 0)
+        return max(self._parts.run.remat.device_bytes - use, 0)
+
+    def snapshot(self) -> "TrainedPolicy":
+        """Return the present weights as a policy of their own, which writes answers while training changes these."""
+        policy, frozen, copied = copy(self), self.state.frozen, jnp.copy
+        if self._other is not None:
+            device, frozen = self._other
+            copied = partial(jax.device_put, device=device)
+        policy.state = self.state._replace(trainable=jax.tree.map(copied, self.state.trainable), frozen=frozen)
+        policy.multiplied = self._parts.executor.fp8_layers
+        return policy
+
+    @property
+    def _fp8_layers(self) -> list[bool]:
+        return self._parts.executor.fp8_layers if self.multiplied is None else self.multiplied
 
     def sample(
         self,
@@ -146,7 +182,7 @@ class TrainedPolicy:
         images: Sequence[Sequence[PromptImage]],
     ) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts, to prompts with these images."""
-        self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
+        self._engine.multiply_in_fp8(self._fp8_layers)
         seen: Sequence[PromptImages | None] = [None] * len(prompts)
         if any(images):
             prompts, seen = self._seen(prompts, images)
@@ -179,7 +215,7 @@ class TrainedPolicy:
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
-        self._engine.multiply_in_fp8(self._parts.executor.fp8_layers)
+        self._engine.multiply_in_fp8(self._fp8_layers)
         self._sample.converse(*self._trees, sources, count)
 
     def draft_acceptance(self) -> float | None:

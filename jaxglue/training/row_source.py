@@ -237,6 +237,11 @@ class Prompts:
                 f"--objective {name} is for one GPU yet, and there are {mesh.devices}: choose one with "
                 "CUDA_VISIBLE_DEVICES"
             )
+        if self.config.rollouts.staleness and mesh.devices > 1:
+            raise ValueError(
+                f"--staleness is for one GPU, or two of which one samples, and --mesh {mesh} trains on {mesh.devices}: "
+                "choose with CUDA_VISIBLE_DEVICES"
+            )
         if self.config.rollouts.teacher not in (None, "base"):
             _check_teacher(self.config, self.model, tokenizer)
         if self.tile is not None:
@@ -263,13 +268,14 @@ class Prompts:
             tile=self.tile,
         )
         steps = RolloutSteps(plan, config.run.output)
+        steps.total = config.run.steps or config.run.epochs * steps.steps_per_epoch
         try:
             judge.check({name for prompt in dataset.prompts for name in prompt.columns})
             judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])
         except BaseException:
             judge.close()
             raise
-        return steps, None, config.run.steps or config.run.epochs * steps.steps_per_epoch
+        return steps, None, steps.total
 
 
 def _check_exact(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, why_copied: str) -> None:

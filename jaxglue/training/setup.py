@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
-
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
@@ -46,7 +44,7 @@ from jaxglue.training.run import (
 )
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle
+from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle, training_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,7 +173,7 @@ def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig,
     if not config.model.random_weights:
         check_weights(folder, architecture)
     vocabulary = read_vocabulary(folder, config.model.new_tokens, architecture, adapter, config.model.tokenizer)
-    config = settle(config, architecture, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
+    config = settle(config, architecture, devices=training_devices(config), adapter=adapter, vocabulary=vocabulary)
     if processes.is_main:
         warn_of_peft(config, architecture)
         warn_of_adapter_inside(folder, config.model.adapter)

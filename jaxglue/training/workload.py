@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 from flax import nnx
 
 from jaxglue.data.config import DEFAULT_SEQ_LEN
@@ -78,6 +79,12 @@ def normalization(folder: Path, raw: Mapping[str, Any]) -> dict[str, tuple[float
     """Return mean and deviation of colors by which a folder's tower was trained."""
     processor = read_processor(folder, raw)
     return {} if processor is None else {"mean": processor.mean, "std": processor.std}
+
+
+def training_devices(config: TrainConfig) -> int:
+    """Return the devices that train: of two, one where the other samples ahead."""
+    count = jax.device_count()
+    return 1 if config.rollouts.staleness and count == 2 else count
 
 
 def settle[C: TrainConfig](
