@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 
 from jaxglue.rl.record import Generation
 
@@ -26,19 +27,20 @@ class GenerationsAhead:
         def run() -> Generation:
             return write(step, position if before is None else before.result().following)
 
-        self._under_way[step] = self._thread.submit(run)
+        self._under_way[step] = self._thread.submit(copy_context().run, run)
 
     def take(self, step: int) -> Generation:
         """Wait for a generation, and return it."""
         return self._under_way.pop(step).result()
 
     def wait(self) -> None:
-        """Wait for all; errors come with `take`."""
-        wait(self._under_way.values())
+        """Wait for all, and raise an error of one."""
+        for future in self._under_way.values():
+            future.result()
 
     def drop(self) -> None:
         """Forget all; those that have not begun never do."""
         for future in self._under_way.values():
             future.cancel()
-        self.wait()
+        wait(self._under_way.values())
         self._under_way.clear()

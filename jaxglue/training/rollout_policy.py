@@ -130,9 +130,7 @@ class TrainedPolicy:
         """Layers of a snapshot whose matrices for FP8 products are multiplied so; None for those of training."""
         self._other: tuple[jax.Device, Params] | None = None
         """Device that samples in place of the one that trains, with the frozen weights."""
-        reserved = 0
-        if plan.config.staleness:
-            reserved = self._share_devices()
+        reserved = self._share_devices() if plan.config.staleness else 0.0
         rounds = run.schedule.total_steps // plan.window
         self._sample = Sampler(
             self._engine,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import IO, Any, cast
 
@@ -11,6 +11,7 @@ import jax
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.hub import is_hub_id
+from jaxglue.ops.backend import one_device_each
 from jaxglue.parts import pinned
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.settings.recipe import as_dict
@@ -79,7 +80,9 @@ def train(
     )
     config = replace(config, model=pinned_model(config), parts=pinned(config.parts))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
-    with configured_jax(config.run.compilation_cache, config.model.memory_limit, processes=processes.count):
+    configured = configured_jax(config.run.compilation_cache, config.model.memory_limit, processes=processes.count)
+    # Where one of two devices samples, each has programs of its own.
+    with configured, one_device_each() if config.rollouts.staleness else nullcontext():
         if not config.run.dry_run:
             return _train_in_folder(config, columns, context)
         _dry_run(config, context)

@@ -1,6 +1,8 @@
 """Steps of a run on answers of a stand-in for the model: which prompts are answered, and which are trained on."""
 
+import copy
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,13 +23,22 @@ class Policy:
 
     teacher_matrix, differs = np.zeros((9, 1), np.float32), True
     """`differs`: log-probabilities of training are not those of sampling."""
+    seconds = 0.0
+    """Of sampling."""
+    weights = 0
+    """Which sampling puts in the place of log-probabilities, and a pass adds to its own."""
 
     def __init__(self, calls):
         self._calls = calls
 
     def log_probs(self, batch, *, reference=False):
         self._calls.append("reference" if reference else "old")
-        return -batch.targets.astype(np.float32) if self.differs else np.zeros(batch.targets.shape, np.float32)
+        if not self.differs:
+            return np.zeros(batch.targets.shape, np.float32)
+        return self.weights / 8 - batch.targets.astype(np.float32)
+
+    def snapshot(self):
+        return copy.copy(self)
 
     def draft_acceptance(self):
         return None
@@ -36,9 +47,11 @@ class Policy:
         return np.zeros((*batch.targets.shape, 1), np.float32)
 
     def sample(self, prompts, indices, count, images):
+        time.sleep(self.seconds)
+
         def answer(index, number):
             tokens = np.array([index, number, 9], np.int32)
-            return Sample(tokens, np.zeros(3, np.float32), True, f"{index}")
+            return Sample(tokens, np.full(3, -self.weights, np.float32), True, f"{index}")
 
         return [[answer(index, number) for number in range(count)] for index in indices]
 
@@ -73,14 +86,14 @@ def make_steps(tmp_path):
     fields = {"documents": np.arange(5), "lengths": lengths, "targets": np.zeros(5, int)}
     dataset = PromptDataset(store=store, **fields, prompts=prompts, answer=3)
 
-    def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, tile=None, **settings):
+    def make(equal=(), reward=1.0, held_out=False, calls=None, loss=None, tile=None, policy=None, **settings):
         calls = [] if calls is None else calls
         config = RolloutConfig(reward=("exact",), num_generations=3, generation_batch_size=6, **settings)
         objective = ObjectiveConfig(**{"objective": "grpo", **(loss or {})}).make()
         parts = {"dataset": dataset, "held_out": dataset if held_out else None, "judge": Judge(equal, reward, calls)}
         sizes = {"seq_len": 32, "batch_size": 1, "seed": 3, "tile": tile}
         steps = RolloutSteps(RolloutPlan(objective=objective, config=config, **parts, **sizes), tmp_path)
-        steps.begin(Policy(calls), SimpleNamespace())
+        steps.begin(policy or Policy(calls), SimpleNamespace())
         return steps
 
     return make
@@ -217,4 +230,71 @@ def test_exact_sampling_is_compared_once_and_gives_old_log_probabilities(make_st
 def test_exact_sampling_that_does_not_hold_ends_the_run(make_steps):
     steps = make_steps(tile=4)
     with pytest.raises(ValueError, match="does not hold here: of 18 tokens 13 have other log-probabilities"):
+        next(steps)
+
+
+def weights_of(step) -> float:
+    """Return which weights wrote a step's answers, as the stand-in says."""
+    (batch,) = step.micro_batches
+    (weights,) = set(-np.asarray(batch.rollouts.sampler)[np.asarray(batch.loss_weights) > 0])
+    return weights
+
+
+@pytest.mark.parametrize(("staleness", "pairs"), [(0, 1), (1, 1), (3, 1), (2, 2)])
+def test_answers_are_of_weights_that_are_some_generations_old(make_steps, staleness, pairs):
+    policy = Policy([])
+    steps = make_steps(policy=policy, staleness=staleness, num_iterations=pairs, equal={0, 5}, dynamic_sampling=True)
+    found, metrics = [], []
+    for _ in range(6 * pairs):
+        step = next(steps)
+        found.append((trained(step), weights_of(step)))
+        metrics += [step.metrics["staleness"]] if "staleness" in step.metrics else []
+        if pairs > 1:  # log-probabilities of the weights before the first of both steps
+            (batch,) = step.micro_batches
+            answered = np.asarray(batch.loss_weights) > 0
+            before = (policy.weights // pairs * pairs) / 8
+            np.testing.assert_array_equal(batch.rollouts.old[answered], before - batch.targets[answered])
+        policy.weights += 1
+    written = [max(number - staleness, 0) * pairs for number in range(6) for _ in range(pairs)]
+    assert [weights for _, weights in found] == written
+    assert [numbers for numbers, _ in found[::pairs]][:3] == [[1, 2], [4, 6], [8, 9]]  # 0, 5 are equal, 3, 7 left
+    assert metrics == ([min(number, staleness) * pairs for number in range(6)] if staleness else [])
+
+
+def test_a_state_waits_for_answers_of_earlier_weights_and_goes_on_with_them(make_steps):
+    policy = Policy([])
+    policy.seconds = 0.05
+    steps = make_steps(policy=policy, staleness=2)
+    for _ in range(3):
+        next(steps)
+        policy.weights += 1
+    state = json.loads(json.dumps(steps.get_state()))
+    later = make_steps(policy=policy, staleness=2)
+    later.set_state(state)
+    found = []
+    for _ in range(4):
+        found.append(weights_of(next(later)))
+        policy.weights += 1
+    assert found == [1, 2, 3, 4]
+
+
+def test_nothing_is_written_ahead_beyond_the_runs_last_step(make_steps):
+    calls = []
+    steps = make_steps(staleness=4, calls=calls)
+    steps.total = 3
+    for _ in range(3):
+        next(steps)
+    steps.get_state()
+    assert calls == ["rewards"] * 3
+
+
+def test_what_fails_ahead_ends_the_run(make_steps):
+    policy = Policy([])
+    steps = make_steps(policy=policy, staleness=1)
+    next(steps)
+    policy.sample = None
+    next(steps)
+    with pytest.raises(TypeError):
+        steps.get_state()  # no checkpoint would have its answers
+    with pytest.raises(TypeError):
         next(steps)

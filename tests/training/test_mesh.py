@@ -203,3 +203,40 @@ def test_devices_with_the_same_weights_share_the_prompts(make_config, write_json
     texts = [(tmp_path / name / "rollouts.jsonl").read_text().splitlines() for name in ("split", "copied")]
     answers = [[json.loads(line)["answer"] for line in lines] for lines in texts]
     assert answers[0] == answers[1]
+
+
+def test_one_of_two_devices_samples_while_the_other_trains(make_config, tmp_path, write_jsonl, monkeypatch):
+    """Answers and weights are those of one device by turns."""
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    rows = [{"question": f"What is {n} plus 1?"} for n in range(4)]
+    settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 64, "objective": "grpo", "steps": 3}
+    settings |= {"num_generations": 4, "generation_batch_size": 8, "max_completion_length": 8, "staleness": 1}
+    settings |= {"reward": ("length?soft=2&hard=8",), "learning_rate": 3e-2}
+    devices, sampled, local = jax.local_devices(), set(), jax.local_devices
+    generate = Engine.generate
+
+    def noted(self, trainable, frozen, *arguments, **options):
+        for tree in (trainable, frozen):
+            sampled.update(*(leaf.devices() for leaf in jax.tree.leaves(tree)))
+        return generate(self, trainable, frozen, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    train(make_config(**settings, output=tmp_path / "two"))
+    assert sampled == {devices[1]}
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "local_devices", lambda *arguments, **options: local(*arguments, **options)[:1])
+    sampled.clear()
+    train(make_config(**settings, output=tmp_path / "one"))
+    assert sampled == {devices[0]}
+    for file in ("rollouts.jsonl", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "two" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
+
+
+def test_several_devices_that_train_have_none_to_sample_ahead(make_config, write_jsonl):
+    settings = {
+        "data": (write_jsonl([{"question": "1 + 1?"}], "prompts.jsonl"),),
+        "objective": "grpo",
+        "max_completion_length": 8,
+    }
+    with pytest.raises(ValueError, match="--staleness is for one GPU, or two of which one samples, and --mesh data=4"):
+        resolve(make_config(**settings, staleness=1, reward=("length?soft=2&hard=8",), batch_size=4))

@@ -201,7 +201,14 @@ LEFT_OUT = {"objective": "rloo", "steps_per_generation": 2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "phases"), [(PAIRS, ["training"]), repeat(PAIRS, [*PHASES]), repeat(LEFT_OUT, [*PHASES])]
+    ("settings", "phases"),
+    [
+        (PAIRS, ["training"]),
+        ({"staleness": 2}, ["training"]),
+        repeat(PAIRS, [*PHASES]),
+        repeat(LEFT_OUT, [*PHASES]),
+        repeat({**PAIRS, "staleness": 1}, [*PHASES]),
+    ],
 )
 def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, caplog, settings, phases):
     """Steps in pairs on the same answers, each saved: a stop between those of the second pair, or in a phase."""
@@ -219,6 +226,20 @@ def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, caplo
         assert rollouts(config) == rollouts(whole), phase
         assert not list((config.run.output / "rollouts").glob("*.npz"))[1:]  # those of finished steps are deleted
     assert "has changed" not in caplog.text
+
+
+def test_older_weights_differ_from_the_present_ones_as_training_tells(make_run, tmp_path):
+    """Where training changes nothing, answers are those of a run that samples and trains by turns."""
+    runs = {}
+    for name, changes in {"turns": {}, "still": {"staleness": 2}, "moving": {"staleness": 1}}.items():
+        rate = 3e-2 if name == "moving" else 1e-30
+        runs[name] = make_run(**changes, learning_rate=rate, output=tmp_path / name)
+        train(runs[name])
+    assert rollouts(runs["still"]) == rollouts(runs["turns"]) != rollouts(runs["moving"])
+    metrics = read_metrics(runs["moving"].run.output / "metrics.jsonl")
+    assert [values["staleness"] for values in metrics] == [0, 1, 1]
+    first, *others = (values["sampling/sampling_logp_difference/mean"] for values in metrics)
+    assert first < 1e-5 < 1e-3 < min(others)
 
 
 def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypatch):
