@@ -1,6 +1,7 @@
 """Documents of tokens with a target each, packed into one step whose loss is a sum."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,16 @@ from jaxglue.data.iterator import Step
 from jaxglue.data.packing import plan_packing
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.training.run import Rows
+from jaxglue.vision.processor import Processor
+from jaxglue.vision.rows import Image, RowImages, image_positions
+
+
+class PlacedImage(NamedTuple):
+    """An image among tokens."""
+
+    first: int
+    """Of the tokens that stand for its features."""
+    image: Image
 
 
 class TokenDocument(NamedTuple):
@@ -21,6 +32,7 @@ class TokenDocument(NamedTuple):
     columns: Mapping[str, Float[np.ndarray, " T"]]
     ranks: Bool[np.ndarray, " R"] | None = None
     """Ranks of the adapters that it uses, of documents that share rows with those of other models; None for all."""
+    images: tuple[PlacedImage, ...] = ()
 
 
 def check_documents(documents: Sequence[TokenDocument], rows: Rows, vocabulary: int) -> None:
@@ -38,7 +50,12 @@ def rows_of(documents: Sequence[TokenDocument], rows: Rows) -> int:
 
 
 def pack_documents(
-    documents: Sequence[TokenDocument], rows: Rows, *, slots: int, vocabulary: int
+    documents: Sequence[TokenDocument],
+    rows: Rows,
+    *,
+    slots: int,
+    vocabulary: int,
+    processor: Processor | None = None,
 ) -> tuple[Step, list[tuple[int, int, int]]]:
     """Pack documents into one step whose loss is a sum; return also each one's row, first and last token.
 
@@ -47,6 +64,7 @@ def pack_documents(
         rows: size of a row and of a micro-batch.
         slots: documents that a row has place for, at least; more where a row holds more.
         vocabulary: tokens of the model.
+        processor: of images; None for documents without any.
 
     Raises:
         ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
@@ -75,7 +93,9 @@ def pack_documents(
                 arrays[name][row, part] = values
             if ranks is not None:
                 ranks[row, part] = each.ranks
-    batches = []
+    batches, images = [], None
+    if processor is not None and any(each.images for each in documents):
+        images = _images(documents, members, seq_len, processor)
     for first in range(0, len(members), size):
         part = slice(first, first + size)
         members_of_part = [lengths[each].tolist() for each in members[part]]
@@ -86,11 +106,46 @@ def pack_documents(
                 targets=targets[part],
                 loss_weights=arrays[""][part],
                 segments=segments,
+                images=None if images is None else _part(images, part).with_patches(),
                 ranks=None if ranks is None else ranks[part],
                 columns={name: values[part] for name, values in arrays.items() if name},
             )
         )
     return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
+
+
+def _images(
+    documents: Sequence[TokenDocument],
+    members: Sequence[Int[np.ndarray, " n"]],
+    seq_len: int,
+    processor: Processor,
+) -> RowImages:
+    """Return the images of rows of these documents."""
+    index = np.full((len(members), seq_len), -1, np.int32)
+    positions, rows, used = np.zeros((*index.shape, 3), np.int32), list[list[Image]](), list[int]()
+    for line, along, own in zip(index, positions, members, strict=True):
+        begin = count = 0
+        rows.append([])
+        for number in own:
+            document = documents[number]
+            end, grids = begin + len(document.tokens), [(each.first, each.image.grid) for each in document.images]
+            along[begin:end] = image_positions(end - begin, grids, processor.merge)
+            for first, image in document.images:
+                tokens = processor.tokens(image.grid)
+                line[begin + first : begin + first + tokens] = np.arange(count, count + tokens)
+                rows[-1].append(image)
+                count += tokens
+            begin = end
+        used.append(begin)
+    largest = int(index.max()) + 1
+    return RowImages(rows, index, positions if processor.positions else None, processor, used, largest)
+
+
+def _part(images: RowImages, part: slice) -> RowImages:
+    positions = None if images.positions is None else images.positions[part]
+    return replace(
+        images, rows=images.rows[part], index=images.index[part], positions=positions, used=images.used[part]
+    )
 
 
 def _check_document(document: TokenDocument, vocabulary: int, name: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.api.documents import TokenDocument, check_documents, pack_documents, rows_of
+from jaxglue.api.documents import PlacedImage, TokenDocument, check_documents, pack_documents, rows_of
 from jaxglue.api.losses import DistillationLoss, FunctionLoss, Loss, token_losses
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
@@ -27,6 +27,7 @@ from jaxglue.generation.engine import Completion, Engine
 from jaxglue.generation.prompts import encode_messages, encode_prompt
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.scoring import PromptScorer, PromptScores
+from jaxglue.generation.sight import make_rules
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models.lora_config import LoraConfig
@@ -43,6 +44,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
+from jaxglue.vision.rows import PromptImages
 
 if TYPE_CHECKING:
     pass
@@ -93,24 +95,36 @@ class Session:
         settings: by the names of `jaxglue train`'s flags: `model`, `quantize`, `lora_r`, `learning_rate`, … The
             learning rate is constant, whatever a recipe says, unless `steps` is among them: it then follows the
             schedule over these.
+        images: read images, by the model's tower, which stays as it is.
 
     Raises:
         ValueError: a bad setting or model folder.
     """
 
-    def __init__(self, *, recipe: str | Path | None = None, base: "Session | None" = None, **settings: Any):
+    def __init__(
+        self,
+        *,
+        recipe: str | Path | None = None,
+        base: "Session | None" = None,
+        images: bool = False,
+        **settings: Any,
+    ):
         if settings.keys() & {"data", "eval_data"}:
             raise ValueError("data: a session is given its rows step by step: pass them to forward_backward or batches")
         load_kinds(settings.get("parts", ()))
         with named_optimizer(with_named_tokenizer(settings)) as named:
-            self._open(recipe, named, base)
+            self._open(recipe, named, base, images=images)
         self.tokenizer = self._setup.tokenizer
+        self.image_rules = make_rules(self._setup.base.folder, self.tokenizer, files=None) if images else None
+        """Rules of images; None of a session without."""
         self._engine: Engine | None = None
         self._scorer: PromptScorer | None = None
         self._gradients: Params | None = None
         self._slots = self._sampled = 0
 
-    def _open(self, recipe: str | Path | None, settings: dict[str, Any], base: "Session | None") -> None:
+    def _open(
+        self, recipe: str | Path | None, settings: dict[str, Any], base: "Session | None", *, images: bool
+    ) -> None:
         """Settle the settings, load the weights and make the optimizer."""
         unscheduled = {"schedule": "constant", "warmup_steps": 0, "steps": _STEPS} if "steps" not in settings else {}
         config = from_settings(TrainConfig, {**unscheduled, **settings, "data": ("rows of a session",)}, recipe)
@@ -124,7 +138,7 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(configured_jax(config.run.compilation_cache, config.model.memory_limit))
             config = replace(config, model=config.model.pinned)
-            self._setup = resolve_model(config)
+            self._setup = resolve_model(config, images=images)
             self._data = config.data.within(self._setup.model.max_position_embeddings)
             buffers = stack.enter_context(planned_memory(self._setup))
             if base is not None and base.origin != self.origin:
@@ -303,7 +317,9 @@ class Session:
 
     def _pack_documents(self, documents: Sequence[TokenDocument]) -> tuple[Step, list[tuple[int, int, int]]]:
         size = self._setup.model.vocab_size
-        step, places = pack_documents(documents, self._setup.rows, slots=self._slots, vocabulary=size)
+        processor = self.image_rules and self.image_rules.processor
+        options: dict[str, Any] = {"slots": self._slots, "vocabulary": size, "processor": processor}
+        step, places = pack_documents(documents, self._setup.rows, **options)
         self._slots = step.micro_batches[0].segments.slots
         return step, places
 
@@ -324,6 +340,19 @@ class Session:
         """Yield the answers to tokens as they end, by the present weights or a `snapshot`; stops are the model's."""
         engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
         return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
+
+    def see(self, images: Sequence[PlacedImage]) -> PromptImages | None:
+        """Return the images of a prompt with their features, for requests of `sample_tokens`; None for none."""
+        if not images:
+            return None
+        assert self.image_rules is not None
+        processor, engine = self.image_rules.processor, self._sampling_engine()
+        trees = self._state.trainable, self._state.frozen
+        places = np.concatenate([first + np.arange(processor.tokens(image.grid)) for first, image in images])
+        pictures = [image for _, image in images]
+        return PromptImages.of(
+            pictures, places.astype(np.int32), lambda image: engine.see(*trees, [image], processor), processor
+        )
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError for a prompt that `sample_tokens` would refuse, with all that are answered beside it."""

@@ -9,8 +9,11 @@ from jax.lax import stop_gradient
 
 from jaxglue.api.documents import TokenDocument
 from jaxglue.api.losses import Loss
+from jaxglue.data.images import ImageRules
 from jaxglue.objectives.policy_gradient import clipped_losses, weighted_log_probs
 from jaxglue.objectives.rollouts import Tokens
+from jaxglue.tinker.images import with_places
+from jaxglue.tinker.wire import Datum
 
 TokenColumns = Mapping[str, Tokens]
 """Each token's log-probability under the weights that sampled it, `logprobs`, its advantage or its weight."""
@@ -110,12 +113,18 @@ _MAKERS: dict[str, tuple[Callable[..., Loss], tuple[str, ...], dict[str, float]]
 """Losses of tokens by Tinker's names, which are summed: makers, arrays that they read, settings."""
 
 
-def read_document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> TokenDocument:
+def read_document(datum: Datum, rules: ImageRules | None, columns: tuple[str, ...]) -> TokenDocument:
     """Return a document with the arrays that a loss reads; weights and masks are 1 where none are given.
 
+    Args:
+        datum: of a request.
+        rules: of the model's images; None for a model that sees none.
+        columns: arrays that the loss reads.
+
     Raises:
-        ValueError: an array that is missing, or of another length than the tokens.
+        ValueError: an array that is missing, or of another length than the tokens; or as `with_places`.
     """
+    (tokens, images), inputs = with_places(datum.chunks, rules), datum.inputs
     arrays: dict[str, np.ndarray] = dict(inputs)
     for name in {"weights", "sequence_ratio_mask"} & {*columns}:
         arrays.setdefault(name, np.ones(len(tokens), np.float32))
@@ -127,4 +136,4 @@ def read_document(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], columns:
         values["advantages"] = values["advantages"] * arrays["weights"].astype(np.float32)
     if any(array.shape != tokens.shape for array in (targets, *values.values())):
         raise ValueError(f"loss_fn_inputs: expected arrays of the {len(tokens)} tokens of model_input")
-    return TokenDocument(tokens, targets, values)
+    return TokenDocument(tokens, targets, values, images=images)

@@ -34,6 +34,7 @@ from starlette.routing import Route
 
 from jaxglue.api.documents import TokenDocument
 from jaxglue.api.session import Session
+from jaxglue.data.images import ImageRules
 from jaxglue.files.json_file import parse_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion
@@ -42,6 +43,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.serve.local import foreign_page
 from jaxglue.terminal.lines import echo
 from jaxglue.tinker.adapters import Adapter, gradients_of_each, side_by_side
+from jaxglue.tinker.images import Chunks, read_chunk, with_places
 from jaxglue.tinker.losses import TokenLoss, find_loss, read_document
 from jaxglue.tinker.wire import LossRequest, loss_response, read_loss_request, sample_response
 from jaxglue.training.optimizer_objects import SteppedAdam
@@ -93,6 +95,8 @@ class _Losses:
     request: LossRequest
     after: int
     """Operations of its model that come before."""
+    rules: Callable[[], ImageRules | None]
+    """Returns the rules of the models' images, once there is a model."""
     result: Future[bytes] = field(default_factory=Future)
 
     @cached_property
@@ -103,7 +107,7 @@ class _Losses:
     @cached_property
     def documents(self) -> list[TokenDocument]:
         """Return the documents; raise ValueError for arrays that the loss does not read."""
-        return [read_document(datum.tokens, datum.inputs, self.loss.columns) for datum in self.request.data]
+        return [read_document(datum, self.rules(), self.loss.columns) for datum in self.request.data]
 
 
 class TinkerServer:
@@ -112,7 +116,7 @@ class TinkerServer:
     Args:
         api_key: that requests must bring; drawn if none is given. The SDK wants it to begin with `tml-`.
         models: most models in training at a time.
-        settings: of every session: `model`, `quantize`, `seq_len`, …
+        settings: of every session: `model`, `quantize`, `seq_len`, …; `images=True` reads images.
     """
 
     def __init__(self, *, api_key: str | None = None, models: int = 8, **settings: Any):
@@ -232,10 +236,13 @@ class TinkerServer:
     async def _losses(self, http: HttpRequest) -> Response:
         """Let a request for losses wait for the thread, which may compute it with others before."""
         request = read_loss_request(await _read(http))
-        asked = _Losses(request, self._begun[request.model_id])
+        asked = _Losses(request, self._begun[request.model_id], self._image_rules)
         self._waiting.append(asked)
         self._worker.submit(self._compute_losses, asked)
         return JSONResponse({"request_id": self._keep(asked.result)})
+
+    def _image_rules(self) -> ImageRules | None:
+        return next((model.session.image_rules for model in self._models.values()), None)
 
     async def _answers(self, http: HttpRequest) -> Response:
         """Let a request for answers wait for the thread, which takes all that wait at once."""
@@ -515,9 +522,13 @@ class TinkerServer:
         if top > _MOST_LIKELY:
             raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
         stops = session.stops if given.get("stop") is None else _stops(session, given["stop"])
-        request = Request(_prompt(body), config, n=_whole(body, "num_samples", 1), stop=frozenset(stops))
+        tokens, images = with_places(_prompt(body), session.image_rules)
+        seen, count = session.see(images), _whole(body, "num_samples", 1)
+        request = Request(tokens.tolist(), config, n=count, stop=frozenset(stops), images=seen)
         session.check_request(request)
         scored = _flag(body, "prompt_logprobs", False) or top > 0
+        if scored and images:
+            raise ValueError("prompt_logprobs: they are not computed of prompts with images: use a forward pass")
         last = _whole(body, "prompt_logprobs_last_n", len(request.prompt))
         return _Question(sampler, request, top, last if scored else None)
 
@@ -610,15 +621,9 @@ def _adam_number(name: str, value: Any) -> float:
     return number
 
 
-def _prompt(body: Mapping[str, Any]) -> list[int]:
-    found: list[int] = []
+def _prompt(body: Mapping[str, Any]) -> Chunks:
     chunks = _object(body, "prompt").get("chunks") or []
-    for chunk in chunks if isinstance(chunks, list) else [chunks]:
-        tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise ValueError("prompt: expected chunks with lists of token ids, images and sound are not read")
-        found += tokens
-    return found
+    return [read_chunk(chunk) for chunk in (chunks if isinstance(chunks, list) else [chunks])]
 
 
 def _stops(session: Session, given: Any) -> set[int]:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxglue.tinker.images import Chunks, ImageChunk
+
 _DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}
 """Numbers of the wire's types."""
 _STOP, _LENGTH = 0, 1
@@ -14,9 +16,9 @@ _NO_LOG_PROB = -99999.0
 
 
 class Datum(NamedTuple):
-    """Tokens of a document with arrays of numbers for its loss."""
+    """Tokens and images of a document, with arrays of numbers for its loss."""
 
-    tokens: np.ndarray
+    chunks: Chunks
     inputs: dict[str, np.ndarray]
 
 
@@ -51,17 +53,24 @@ def read_loss_request(body: bytes) -> LossRequest:
 
 
 def _datum(body: bytes) -> Datum:
-    chunks, inputs = [], {}
+    chunks, inputs = list[np.ndarray | ImageChunk](), {}
     for number, value in _fields(body):
         if number == 1:
-            parts = dict(_fields(value))
-            if 1 not in parts:
-                raise ValueError("model_input: expected chunks of encoded text, images and sound are not read")
-            chunks.append(_numbers(dict(_fields(parts[1])).get(1, b""), np.int32))
+            chunks.append(_chunk(value))
         elif number == 2:
             entry = dict(_fields(value))
             inputs[_text(entry.get(1))] = _tensor(entry.get(2, b""))
-    return Datum(np.concatenate(chunks) if chunks else np.zeros(0, np.int32), inputs)
+    return Datum(chunks, inputs)
+
+
+def _chunk(body: bytes) -> np.ndarray | ImageChunk:
+    parts = dict(_fields(body))
+    if 1 in parts:
+        return _numbers(dict(_fields(parts[1])).get(1, b""), np.int32)
+    image = dict(_fields(parts.get(2, b"")))
+    if 1 not in image or 4 in image:
+        raise ValueError("model_input: expected chunks of encoded text, or images of their own size; sound is not read")
+    return ImageChunk(_content(image[1]), image.get(3))
 
 
 def _tensor(body: bytes) -> np.ndarray:

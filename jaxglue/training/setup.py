@@ -68,7 +68,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     source = row_source(config, model)
     with processes.main_process_first():
         data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
-    model, base = _with_tower(config, model, base, data)
+    model, base = _with_tower_for(config, model, base, data)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
@@ -130,11 +130,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     )
 
 
-def resolve_model(config: TrainConfig) -> Setup:
+def resolve_model(config: TrainConfig, *, images: bool = False) -> Setup:
     """Read and check model folder and tokenizer, and choose a plan for full rows; load no weights.
 
     Args:
         config: of which the data are not read.
+        images: load the model's tower, to see images.
 
     Raises:
         ValueError: bad model folder or settings; names the file and the remedy.
@@ -143,6 +144,8 @@ def resolve_model(config: TrainConfig) -> Setup:
         raise ValueError("train_draft is for runs, whose steps it follows: leave it out of a session")
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
+    if images:
+        model, base = _with_tower(model, base)
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
     return Setup(
         base=base,
@@ -181,7 +184,7 @@ def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig,
     return config, replace(architecture, vocab_size=vocabulary.size), base, vocabulary
 
 
-def _with_tower(
+def _with_tower_for(
     config: TrainConfig, model: DecoderConfig, base: Base, data: PreparedData
 ) -> tuple[DecoderConfig, Base]:
     """Return the architecture in training and the base with a vision tower where the data have images.
@@ -196,6 +199,11 @@ def _with_tower(
         return model, base
     if config.model.train_draft != "off":
         raise ValueError(f"--train-draft {config.model.train_draft}: draft heads train on texts alone: leave it out")
+    return _with_tower(model, base)
+
+
+def _with_tower(model: DecoderConfig, base: Base) -> tuple[DecoderConfig, Base]:
+    """Return an architecture and its base with a vision tower; raise ValueError for one that is not read."""
     if model.vision is None:
         raw = read_config(base.folder)
         model = with_vision(model, raw, **normalization(base.folder, raw))

@@ -31,7 +31,7 @@ def test_a_request_is_read():
     documents = [([1, 2, 300], {"target_tokens": [2, 300, 5], "weights": [0, 1, 0.5]}), ([9], {"target_tokens": [3]})]
     found = read_loss_request(loss_request("m", documents, "ppo", {"clip": 0.8}, forward_only=True))
     assert (found.model_id, found.loss, found.config, found.forward_only) == ("m", "ppo", {"clip": 0.8}, True)
-    assert [datum.tokens.tolist() for datum in found.data] == [[1, 2, 300], [9]]
+    assert [[chunk.tolist() for chunk in datum.chunks] for datum in found.data] == [[[1, 2, 300]], [[9]]]
     assert found.data[0].inputs["target_tokens"].tolist() == [2, 300, 5]
     assert found.data[0].inputs["weights"].tolist() == [0, 1, 0.5]
 
