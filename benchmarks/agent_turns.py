@@ -7,7 +7,7 @@ Every turn has the same number of tokens; a tool's time is log-normal (mean 1 s,
 ideal scheduler takes the longer of decoding and of the tools' time over the episodes that wait. Episodes alone, all
 decoding at once, take at least the time of the one whose tools take longest: its tools' and that of all turns with
 instant tools. Programs are compiled before, by few episodes; `compiled` counts those that were compiled in a
-measurement all the same. Each row is written as it comes, the episodes alone first.
+measurement all the same. Each row is written as it comes, the episodes alone first; `--alone 0` leaves them out.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def main() -> None:
     longest = PROMPT + arguments.turns * arguments.tokens + (arguments.turns - 1) * RESULT
     free = None if arguments.memory is None else arguments.memory * 2**30
     options = {"cache_dtype": dtype, "batch_size": arguments.decoding, "free": free}
-    plan = plan_cache([(longest // 2, longest)] * 2 * arguments.decoding, config, dtype, **options)
+    plan = plan_cache([(PROMPT, longest)] * arguments.begun, config, dtype, begun=arguments.begun, **options)
     say(f"weights are there; {plan}, {plan.pages} pages")
     sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_tokens=arguments.tokens)
     seconds = np.random.default_rng(1).lognormal(
@@ -152,7 +152,7 @@ def main() -> None:
     engine.wait()
     say("windows of all sizes are compiled")
     results = []
-    for count in dict.fromkeys((min(arguments.alone, arguments.episodes), arguments.episodes)):
+    for count in filter(None, dict.fromkeys((min(arguments.alone, arguments.episodes), arguments.episodes))):
         run(min(count, arguments.begun), 2, min(32, arguments.tokens), True)
         runs = [run(count, arguments.turns, arguments.tokens, waits) for waits in (False, True)]
         (instant, first), (waiting, second) = runs

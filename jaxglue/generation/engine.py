@@ -243,11 +243,15 @@ class Engine:
         memory: float | None = None,
         slots: int | None = None,
         limit: str = "--max-tokens",
+        begun: int = 0,
     ) -> CachePlan:
-        """Plan the cache for requests; `limit` as of `plan_cache`, other arguments and errors as of `generate`."""
+        """Plan the cache for requests.
+
+        `limit` and `begun` are as of `plan_cache`, other arguments and errors as of `generate`.
+        """
         lengths = [(len(r.prompt), self._end(r, number)) for number, r in enumerate(requests, 1) for _ in range(r.n)]
         siblings = [request.n for request in requests for _ in range(request.n)]
-        return self.plan_lengths(lengths, batch_size=slots, free=memory, limit=limit, siblings=siblings)
+        return self.plan_lengths(lengths, batch_size=slots, free=memory, limit=limit, siblings=siblings, begun=begun)
 
     def plan_lengths(self, lengths: abc.Sequence[tuple[int, int]], **options: Any) -> CachePlan:
         """Plan the cache for answers of these lengths; arguments and errors as of `plan_cache`."""

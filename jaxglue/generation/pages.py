@@ -69,6 +69,7 @@ def plan_cache(
     siblings: Sequence[int] | int = 1,
     limit: str = "--max-tokens",
     rows: int = 1,
+    begun: int = 0,
 ) -> CachePlan:
     """Plan the cache for answers.
 
@@ -82,6 +83,7 @@ def plan_cache(
         siblings: answers, each included, that hold the full pages of its prompt together.
         limit: flag of an answer's most tokens.
         rows: tokens of a sequence in a step, of which recurrent layers keep what they give to its states.
+        begun: sequences that keep their pages, also while they wait; by default those at once.
 
     Raises:
         ValueError: too little memory for the longest sequence.
@@ -101,7 +103,7 @@ def plan_cache(
     most = min(len(lengths), batch_size or MOST_SLOTS)
     slots = max(1, min(most, _rounded_down(int(spare / (slot + expected)))))
     longest_need = pages_of(longest)
-    needed = max(_bucket(math.ceil(np.sort(-(-ends // PAGE) - shared)[-slots:].sum())), longest_need)
+    needed = max(_bucket(math.ceil(np.sort(-(-ends // PAGE) - shared)[-max(slots, begun) :].sum())), longest_need)
     room = _rounded_down(int((spare - slots * slot) / page) - 1) if page else needed
     pages = min(needed, max(room, longest_need))  # the estimate of activations refuses no single sequence
     size = (pages + 1) * page + slots * rings + (slots + 1) * state

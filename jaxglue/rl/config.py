@@ -134,6 +134,14 @@ class RolloutConfig(Config):
     lmbda: Annotated[float, Range(ge=0, le=1)] = 1.0
     """Chance that a step of distillation is on the model's answers, else on those of its rows (GKD)."""
 
+    @property
+    def begun_episodes(self) -> int:
+        """Return the most episodes under way at once; 0 without an environment."""
+        if self.environment is None:
+            return 0
+        most = self.generation_batch_size
+        return most if self.max_episodes is None else min(most, self.max_episodes)
+
     def answers_to_each(self, default: int, *, compared: bool) -> int:
         """Return G, by default that of the objective.
 

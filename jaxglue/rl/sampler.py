@@ -143,6 +143,7 @@ class Sampler:
         rounds: calls to come, which decide whether a program of all layers is worth compiling.
         typical: prompts of a step as long as any, for which memory is planned once, so that no step compiles again.
         slots: the most answers at a time; by default as many as memory holds.
+        begun: conversations under way at once, whose pages stay where memory holds them.
         reserved: bytes beside the weights that training takes meanwhile.
     """
 
@@ -155,9 +156,10 @@ class Sampler:
         rounds: int,
         typical: Sequence[Sequence[int]],
         slots: int | None = None,
+        begun: int = 0,
         reserved: float = 0,
     ):
-        self._slots, self._reserved = slots, reserved
+        self._slots, self._begun, self._reserved = slots, begun, reserved
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
         self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
         self._plan: CachePlan | None = None
@@ -196,6 +198,7 @@ class Sampler:
                 self._free = min(free_bytes(device=device) for device in devices) - self._reserved
             free = self._share * self._free
             options: dict[str, Any] = {} if self._slots is None else {"slots": -(-self._slots // len(devices))}
+            options["begun"] = -(-self._begun // len(devices))
             self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free, **options)
             _log.info("sampling: %s", self._plan)
         return self._plan

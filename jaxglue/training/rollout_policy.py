@@ -139,6 +139,7 @@ class TrainedPolicy:
             rounds=rounds,
             typical=plan.typical_prompts,
             slots=plan.config.max_num_seqs,
+            begun=plan.config.begun_episodes,
             reserved=reserved,
         )
         # Without new adapters the reference has arrays of its own, as training donates its.

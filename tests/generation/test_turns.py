@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import DecodeBatch, Engine
-from jaxglue.generation.pages import CachePlan
+from jaxglue.generation.pages import plan_cache
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.turns import Turn, decode_turns
 from jaxglue.models.parameters import split_model
@@ -68,8 +68,9 @@ def engine(tiny_model):
     return Engine(graphdefs, model.config, dtype=jnp.float32), tuple(trees)
 
 
-@pytest.mark.parametrize(("pages", "delay", "moves"), [(40, 2, False), (9, 4, True)])
-def test_turns_are_as_answers_to_whole_prompts(engine, monkeypatch, pages, delay, moves):
+@pytest.mark.parametrize("begun", [5, 0])
+def test_turns_are_as_answers_to_whole_prompts(engine, monkeypatch, begun):
+    """Where pages are planned for those that decode at once alone, those of others move to the host."""
     engine, trees = engine
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 97, length).tolist() for length in (70, 90, 100, 64, 129)]
@@ -83,12 +84,14 @@ def test_turns_are_as_answers_to_whole_prompts(engine, monkeypatch, pages, delay
         return dispatch(self, work)
 
     monkeypatch.setattr(DecodeBatch, "_dispatch", noted)
-    source = Source(prompts, delay=delay)
+    source = Source(prompts, delay=4)
     sampling = SamplingConfig(max_tokens=MOST, temperature=1.0, top_p=1.0)
-    plan = CachePlan(slots=2, pages=pages, table=8, bytes=10**6)
+    ends = [len(prompt) + TURNS * MOST + (TURNS - 1) * (3 + index) for index, prompt in enumerate(prompts)]
+    lengths = [*zip(map(len, prompts), ends, strict=True)]
+    plan = plan_cache(lengths, engine.config, jnp.float32, batch_size=2, free=1e8, begun=begun)
     decode_turns(engine, trees, source, plan, sampling, (), whole=False)
     assert all(len(source.texts[index]) == TURNS for index in range(len(prompts)))
-    assert bool(seen["saved"]) == bool(seen["loaded"]) == moves
+    assert bool(seen["saved"]) == bool(seen["loaded"]) == (not begun)
     # Nothing is computed twice: a prompt once, and then the last token of each turn with those that follow it.
     follow = sum((TURNS - 1) * (3 + index) for index in range(len(prompts)))
     assert seen["computed"] == sum(len(prompt) - 1 for prompt in prompts) + follow
