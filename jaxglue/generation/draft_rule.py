@@ -21,11 +21,11 @@ ROWS_AS_LONG = 256
 Measured on an H200 (`generation_h200.json`): Qwen3-8B takes 4.2 ms for one sequence and 14 for 256, of which reading
 their keys and values takes 6.
 """
-DRAFTED_AS_LONG = 110
-"""The same of rows that verify drafts.
+DRAFTED_AS_LONG, DRAFTED_BYTES = 90, 1e9
+"""The same of rows that verify drafts, and bytes that are read in the time that a step with drafts takes beside.
 
-Measured on an H200 (`drafts.json`): such a row of Qwen3.5-9B takes 0.04 to 0.06 ms from 64 sequences on, and reading
-its weights 4.3.
+Measured on an H200 (`drafts.json`, `drafts_many.json`): with a draft each, a step of Qwen3.5-9B takes 0.5 ms more for
+one sequence, 4.5 for 64 and 14 for 256, where reading its weights takes 4.3.
 """
 _PRIOR, _STEPS = 0.7, 4.0
 """Share of drafts that are accepted before any was seen, and the steps that this counts as."""
@@ -101,8 +101,8 @@ class StepBytes:
         as_long = streams / ROWS_AS_LONG + streams * drafts / DRAFTED_AS_LONG
         multiplied = (self.weights + self.chosen * self.experts) * as_long
         own = rows * context * self.token + 2 * streams * self.states  # rows read keys and values of their own
-        made = (self.head + drafts * self.vocabulary) * (1 + streams / ROWS_AS_LONG) if drafts else 0.0
-        return weights + multiplied + own + made
+        made = (self.head + drafts * self.vocabulary) * (1 + streams / ROWS_AS_LONG) + DRAFTED_BYTES
+        return weights + multiplied + own + (made if drafts else 0.0)
 
 
 class DraftRule:

@@ -79,14 +79,16 @@ class VerifiedRows:
     """Tokens of the last step that recurrent layers have not applied to their states."""
 
     @classmethod
-    def begin(cls, hidden: Float[Array, "S D"], tokens: Int[Array, " S"], rows: int) -> "VerifiedRows":
+    def begin(
+        cls, hidden: Float[Array, "S D"], tokens: Int[Array, " S"], kept: Int[Array, " S"], rows: int
+    ) -> "VerifiedRows":
         """Return a window's first rows: one of each sequence, its last token with the state before it."""
         more, ones = (0, rows - 1), jnp.ones_like(tokens)
         return cls(
             hidden=jnp.pad(hidden[:, None], ((0, 0), more, (0, 0))),
             tokens=jnp.pad(tokens[:, None], ((0, 0), more)),
             count=ones,
-            kept=0 * ones,
+            kept=kept,
         )
 
     def positions(self, last: Int[Array, " S"]) -> Int[Array, "S R"]:

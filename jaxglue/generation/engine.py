@@ -330,7 +330,7 @@ class Engine:
         sizes = self._sizes.setdefault(name, {})
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         programs, place, vocabulary = self._programs, place_of(trees), self.config.vocab_size
-        caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place)
+        caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
         states = None if programs.rows == 1 else (self.config.hidden_size, self._dtype)
         slots = make_sequences(plan, vocabulary, kind.all_features, place, states)
         pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
@@ -453,6 +453,8 @@ class DecodeBatch:
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""
         self._under_way, self._vocabulary = deque[_Window](), vocabulary
+        self._drafted = 0
+        """Drafts of the last window's steps."""
         self._received: float | None = None
         """When the results of a window came whose successor was under way."""
         self._latest: WindowSizes | None = None
@@ -530,6 +532,10 @@ class DecodeBatch:
         """Start the prefill and the window; return it with its results to come."""
         programs, trees = self._programs, self._trees
         self._move_pages(work)
+        features, drafts, sizes, size, run, whole = self._choose(work)
+        if self._drafted not in (0, drafts):  # before prompts are written, whose states lack nothing
+            self._slots, self._caches = programs.settle(trees, self._slots, self._caches)
+        self._drafted = drafts
         for row in work.rows:
             tokens, segments, places, images = self._prompts.row(row)
             self._caches, last = programs.prefill(trees, tokens, segments, places, images, self._caches)
@@ -548,15 +554,6 @@ class DecodeBatch:
             assert self._slots.counts is not None
             counts = programs.note(self._slots.counts, *self._prompts.counted(penalized))
             self._slots = replace(self._slots, counts=counts)
-        features, drafts, sizes, whole = self._choose(work)
-        size, run = sizes.take(len(work.answers), whole)
-        if run is None and whole and drafts != self._pace.usual and not self._pace.waits and self._compiler:
-            # Others' answers would wait for the compilation: until a thread has made it, drafts are the usual ones.
-            window = self._table.window(work, self._plan.slots, features)
-            self._compile_beside(sizes, features, drafts, window)
-            drafts = self._pace.usual
-            sizes = self._sizes_of(features, drafts)
-            size, run = sizes.take(len(work.answers), whole)
         arguments = trees, self._slots, self._caches, self._table.window(work, size, features)
         if run is None:
             options = self._options(features, drafts)
@@ -581,8 +578,11 @@ class DecodeBatch:
             values = jax.tree.map(itemgetter(slice(len(places))), copy.values)
             self._caches, copy.values = self._programs.write_pages(self._caches, places, values), None
 
-    def _choose(self, work: SchedulerOutput) -> tuple[Features, int, WindowSizes, bool]:
-        """Return what a window's answers use, its drafts, its programs, and whether these are waited for."""
+    def _choose(self, work: SchedulerOutput) -> tuple[Features, int, WindowSizes, int, Any, bool]:
+        """Return what a window's answers use, its drafts, their programs, its size and program, if there is one.
+
+        The last value tells whether programs are waited for.
+        """
         kind, whole = self._kind, self._whole
         used = Features.union(features_of(sequence.request) for sequence in work.answers)
         features = self._covering(used)
@@ -591,7 +591,16 @@ class DecodeBatch:
         drafts = self._pace.choose(
             count, work.tokens / count, lambda drafts: self._sizes_of(features, drafts).seconds(count)
         )
-        return features, drafts, self._sizes_of(features, drafts), whole
+        sizes = self._sizes_of(features, drafts)
+        size, run = sizes.take(count, whole)
+        if run is None and whole and drafts != self._pace.usual and not self._pace.waits and self._compiler:
+            # Others' answers would wait for the compilation: until a thread has made it, drafts are the usual ones.
+            window = self._table.window(work, self._plan.slots, features)
+            self._compile_beside(sizes, features, drafts, window)
+            drafts = self._pace.usual
+            sizes = self._sizes_of(features, drafts)
+            size, run = sizes.take(count, whole)
+        return features, drafts, sizes, size, run, whole
 
     def _sizes_of(self, features: Features, drafts: int) -> WindowSizes:
         """Return the programs of windows of some features; those of the last answers' drafts are for few."""

@@ -19,6 +19,7 @@ import psutil
 from jaxtyping import Array, Bool, Int
 
 from jaxglue.models.config import CacheSizes, DecoderConfig, LayerKind
+from jaxglue.ops.recurrence import Replayed
 
 PAGE = 64
 """Tokens in a page."""
@@ -96,8 +97,8 @@ def plan_cache(
     row = int(max(prompts.max(), min(PREFILL_TOKENS, prompts.sum())))
     spare = _SHARE * free - activation_bytes(config, dtype, row)
     page, rings = _page_bytes(config, cache_dtype, CachePlan(slots=1, pages=1, table=table, bytes=0))
-    state = state_bytes(config, dtype)
-    slot = rings + state + _LOGITS * 4 * config.vocab_size + (rows * _kept_bytes(config, dtype) if rows > 1 else 0)
+    state = state_bytes(config, dtype) + (rows * _kept_bytes(config, dtype) if rows > 1 else 0)
+    slot = rings + state + _LOGITS * 4 * config.vocab_size
     held = ((prompts + ends) / 2 / PAGE - shared).mean()  # many answers end early; the last to come waits
     expected = math.ceil(held) * page
     most = min(len(lengths), batch_size or MOST_SLOTS)
@@ -271,7 +272,7 @@ def ring_table(slots: Int[Array, " S"], ring: int, table: int) -> Int[Array, "S 
     return 1 + slots[:, None] * ring + np.arange(table) % ring
 
 
-def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None) -> list[Any]:
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, device=None, rows: int = 1) -> list[Any]:
     """Return the empty caches of all layers; page 0, and a slot more than the plan's, belong to no sequence.
 
     Args:
@@ -280,11 +281,15 @@ def make_caches(plan: CachePlan, config: DecoderConfig, dtype, activations, devi
         dtype: of keys and values.
         activations: dtype of activations.
         device: device or sharding.
+        rows: tokens of a sequence in a step; of several, recurrent layers keep what they give to its states.
     """
 
     def cache(kind: LayerKind) -> Any:
         slots = plan.slots + 1
         sizes = CacheSizes(plan.pages_in(kind.window), PAGE, slots, dtype, activations, device)
-        return kind.mixer.make_cache(kind, sizes)
+        made = kind.mixer.make_cache(kind, sizes)
+        if rows == 1 or not kind.mixer.recurrent:
+            return made
+        return Replayed.empty(made, kind.mixer.step_values(activations), slots, rows, device)
 
     return [cache(kind) for kind in config.layer_kinds]

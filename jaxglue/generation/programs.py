@@ -78,6 +78,8 @@ class EngineSlots:
     """Counts of tokens in all slots; None without penalties."""
     hidden: Float[Array, "S D"] | None = None
     """The model's state before each last token, after its final norm; None without drafts."""
+    kept: Int[Array, " S"] | None = None
+    """Tokens of each that recurrent layers have not applied to their states; None without drafts."""
 
 
 @jax.tree_util.register_dataclass
@@ -126,14 +128,15 @@ class CachedLayer:
         self.decode = make(self._decode, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
         self.verify = _jit(self._verify, donate_argnames="cache")
-        self.settle = _jit(self._settle, donate_argnames="cache")
+        self.settle = jit_step(self._settle, donate_argnames="states")
 
     def _prefill(self, weights: Trees, x, cache: Cache, packed: PackedContext, places: Places):
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
-        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, cache, places, fp8=self._fp8)
+        own = cache.states if isinstance(cache, Replayed) else cache
+        layer, context = merge_module(self._graphdef, *weights), PrefillContext(packed, own, places, fp8=self._fp8)
         at_once = packed.tile is None or not layer.in_stages
         x = layer(x, context) if at_once else by_tiles(layer, x, packed, context)
-        return x, context.cache
+        return x, replace(cache, states=context.cache) if isinstance(cache, Replayed) else context.cache
 
     def _decode(self, weights: Trees, x, cache: Cache, cursor: Cursor):
         context = DecodeContext(cache, cursor, fp8=self._fp8)
@@ -147,8 +150,8 @@ class CachedLayer:
         context = VerifyContext(cache, cursor, fp8=self._fp8)
         return merge_module(self._graphdef, *weights)(x, context), context.cache
 
-    def _settle(self, weights: Trees, x, cache: Any, kept: tuple[Array, ...], cursor: Cursor) -> Cache:
-        context = SettleContext(Replayed(cache, kept), cursor, fp8=self._fp8)
+    def _settle(self, weights: Trees, x, states: Any, kept: tuple[Array, ...], cursor: Cursor) -> Any:
+        context = SettleContext(Replayed(states, kept), cursor, fp8=self._fp8)
         merge_module(self._graphdef, *weights)(x, context)
         return context.cache.states
 
@@ -319,13 +322,13 @@ class EnginePrograms:
     ) -> tuple[EngineSlots, list[Cache], list[Sampled]]:
         """Compute `window` layer by layer and step by step; return a list of the steps' samples."""
         step, begin, end = self._steps_of(static.pop("drafts", 0))
-        state, outputs = begin(self._begin(slots, window), list(caches)), []
+        state, outputs = begin(self._begin(slots, window), window, caches), []
         for index in range(steps):
             *state, output = step(trees, *state, window, _masks(window, index == 0), **static)
             outputs.append(output)
         samples, unread = zip(*outputs, strict=True)
         unread = jax.tree.map(lambda *each: jnp.stack(each), *unread)
-        sequences, caches = end(trees, *state, unread, window, plan=static["plan"])
+        sequences, caches = end(trees, *state, unread, window, caches, plan=static["plan"])
         return self._finish(slots, window, sequences), caches, list(samples)
 
     def compile_window(self, *arguments: Any, size: int, **options: Any) -> Any:
@@ -376,8 +379,9 @@ class EnginePrograms:
 
         # a known number of steps: with an end that depends on values, the host would wait for each
         first = None if window.masks is None else jnp.arange(steps) == 0
-        state, (sampled, unread) = jax.lax.scan(body, begin(_begin(slots, window), caches), first, length=steps)
-        sequences, caches = end(trees, *state, unread, window, plan=options["plan"])
+        begun = begin(_begin(slots, window), window, caches)
+        state, (sampled, unread) = jax.lax.scan(body, begun, first, length=steps)
+        sequences, caches = end(trees, *state, unread, window, caches, plan=options["plan"])
         return _finish(slots, window, sequences), caches, sampled
 
     def _steps_of(self, drafts: int) -> tuple[Any, Any, Any]:
@@ -386,7 +390,7 @@ class EnginePrograms:
         `begin` makes what steps begin with, and return before their outputs: samples, and what the head has not read.
         """
         if not drafts:
-            return self._step, lambda sequences, caches: (sequences, caches), self._end_steps
+            return self._step, self._begin_steps, self._end_steps
         return partial(self._verified_step, drafts=drafts), partial(self._begin_drafts, drafts), self._end_drafts
 
     def _step(
@@ -404,21 +408,31 @@ class EnginePrograms:
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
         return sequences, caches, (sampled, unread)
 
-    def _end_steps(self, trees: Trees, sequences: EngineSlots, caches: list[Cache], unread, window, *, plan: CachePlan):
+    @staticmethod
+    def _begin_steps(sequences: EngineSlots, window: DecodeWindow, caches: list[Cache]):
+        """Return what steps begin with whose tokens all count: states that lack none."""
+        del window
+        return sequences, [cache.states if isinstance(cache, Replayed) else cache for cache in caches]
+
+    def _end_steps(
+        self, trees: Trees, sequences: EngineSlots, caches: list[Cache], unread, window, before, *, plan: CachePlan
+    ):
         """Let the head, if there is one, read the tokens of a window's steps [steps, B, …]."""
+        caches = [
+            replace(old, states=cache) if isinstance(old, Replayed) else cache
+            for old, cache in zip(before, caches, strict=True)
+        ]
         if unread is None:
             return sequences, caches
         rows = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), unread)
         return sequences, self._let_head_read(trees, sequences, rows, caches, window, plan)
 
-    def _begin_drafts(self, drafts: int, sequences: EngineSlots, caches: list[Cache]):
+    @staticmethod
+    def _begin_drafts(drafts: int, sequences: EngineSlots, window: DecodeWindow, caches: list[Cache]):
         """Return what verified steps begin with."""
-        B, kinds = len(sequences.live), self.cached.layer_kinds
-        rows = VerifiedRows.begin(_states_of(sequences), sequences.tokens, drafts + 1)
-        caches = [
-            Replayed.begin(cache, kind.mixer.step_values(self._dtype), B, drafts + 1) if kind.mixer.recurrent else cache
-            for kind, cache in zip(kinds, caches, strict=True)
-        ]
+        assert sequences.hidden is not None and sequences.kept is not None
+        rows = VerifiedRows.begin(sequences.hidden, sequences.tokens, sequences.kept, drafts + 1)
+        caches = [cache.of(window.slots, drafts + 1) if isinstance(cache, Replayed) else cache for cache in caches]
         return sequences, rows, caches
 
     def _end_drafts(
@@ -429,19 +443,35 @@ class EnginePrograms:
         caches: list[Cache],
         unread: None,
         window: DecodeWindow,
+        before: list[Cache],
         *,
         plan: CachePlan,
     ):
-        """Apply the last step's tokens to the states of recurrent layers, and let the head read them."""
-        caches, embed_tokens = list(caches), _part(trees, "embed_tokens")
-        x, cursor, layer_inputs = self._embed_rows(
-            embed_tokens, sequences.tokens[:, None], sequences, rows.kept, window, plan=plan
-        )
-        for i, (layer, own) in enumerate(self._layer_weights(trees)):
-            if isinstance(cache := caches[i], Replayed):
-                cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
-                caches[i] = layer.settle(own, x, cache.states, cache.kept, cursor)
+        """Keep the last step's tokens for the states of recurrent layers, and let the head read them."""
+        sequences = replace(sequences, kept=rows.kept)
+        caches = [
+            old.put(window.slots, cache) if isinstance(old, Replayed) and isinstance(cache, Replayed) else cache
+            for old, cache in zip(before, caches, strict=True)
+        ]
         return sequences, self._let_head_read(trees, sequences, rows.unread(sequences.positions), caches, window, plan)
+
+    def settle(self, trees: Trees, slots: EngineSlots, caches: list[Cache]) -> tuple[EngineSlots, list[Cache]]:
+        """Apply all tokens that recurrent layers have kept to their states, as windows of other drafts begin with."""
+        if slots.kept is None or self.rewinds:
+            return slots, caches
+        kept, S = slots.kept, len(slots.live)
+        own = jnp.where(kept > 0, jnp.arange(S), S - 1)  # others may have a prompt's states already
+        places = Places(pages=(), offsets=jnp.zeros_like(kept), slots=own, windows=())
+        rope, x = (
+            self._config.rope_tables(slots.positions[None]),
+            jnp.zeros((1, S, self._config.stream_width), self._dtype),
+        )
+        cursor = Cursor(places=places, tables=(), slots=own, positions=slots.positions, rope=rope, kept=kept)
+        caches = list(caches)
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            if isinstance(cache := caches[i], Replayed):
+                caches[i] = replace(cache, states=layer.settle(weights, x, cache.states, cache.kept, cursor))
+        return replace(slots, kept=jnp.zeros_like(kept)), caches
 
     def _let_head_read(
         self, trees: Trees, sequences: EngineSlots, rows: UnreadRows, caches, window, plan
@@ -650,6 +680,7 @@ class EnginePrograms:
             live=live,
             counts=counts,
             hidden=latest(states),
+            kept=sequences.kept,
         )
         rows = VerifiedRows(hidden=states, tokens=chosen, count=jnp.maximum(count, 1), kept=count)
         shown = jnp.where(goes, jnp.where(sampled.finite, chosen, NOT_FINITE), IDLE)
@@ -664,14 +695,14 @@ class EnginePrograms:
 
     def with_prompts(self, slots: EngineSlots, index, hidden: Float[Array, "n D"]) -> EngineSlots:
         """Return the state in which these slots' prompts end with these states of the model."""
-        return replace(slots, hidden=self._remember(_states_of(slots), index, hidden))
+        return self._remember(slots, index, hidden)
 
     def with_copies(self, slots: EngineSlots, copies: CacheCopies) -> EngineSlots:
         """Return the state in which slots have the prompts' states of others."""
         if slots.hidden is None:
             return slots
         sources, targets = copies.slots
-        return replace(slots, hidden=self._remember(slots.hidden, targets, slots.hidden[sources]))
+        return self._remember(slots, targets, slots.hidden[sources])
 
     def _copy_pages(self, caches: list[Cache], copies: CacheCopies) -> list[Cache]:
         def copied(kind: LayerKind, cache):
@@ -706,8 +737,9 @@ def make_sequences(
     if features.penalties:
         counts = Counts(seen=zeros((S, vocabulary), bool), answered=zeros((S, vocabulary), jnp.int32))
     empty: dict[str, Any] = {name: zeros(S, jnp.int32) for name in ("tokens", "positions")}
-    hidden = None if states is None else zeros((S, states[0]), states[1])
-    return EngineSlots(**empty, live=zeros(S, bool), counts=counts, hidden=hidden)
+    if states is not None:
+        empty |= {"hidden": zeros((S, states[0]), states[1]), "kept": zeros(S, jnp.int32)}
+    return EngineSlots(**empty, live=zeros(S, bool), counts=counts)
 
 
 def _states_of(slots: EngineSlots) -> Float[Array, "S D"]:
@@ -715,8 +747,10 @@ def _states_of(slots: EngineSlots) -> Float[Array, "S D"]:
     return slots.hidden
 
 
-def _with_states(states: Float[Array, "S D"], index: Int[Array, " n"], new: Float[Array, "n D"]) -> Float[Array, "S D"]:
-    return states.at[index].set(new.astype(states.dtype))
+def _with_states(slots: EngineSlots, index: Int[Array, " n"], states: Float[Array, "n D"]) -> EngineSlots:
+    assert slots.hidden is not None and slots.kept is not None
+    hidden = slots.hidden.at[index].set(states.astype(slots.hidden.dtype))
+    return replace(slots, hidden=hidden, kept=slots.kept.at[index].set(0))
 
 
 def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
@@ -726,7 +760,9 @@ def _begin(slots: EngineSlots, window: DecodeWindow) -> EngineSlots:
     live = (window.fresh | old.live) & ~nobody
     positions = jnp.where(window.fresh, window.positions, old.positions)
     tokens = jnp.where(window.fresh, window.tokens, old.tokens)
-    return replace(old, tokens=tokens, positions=jnp.where(live, positions, 0), live=live, counts=slots.counts)
+    kept = None if old.kept is None else jnp.where(window.fresh, 0, old.kept)
+    positions = jnp.where(live, positions, 0)
+    return replace(old, tokens=tokens, positions=positions, live=live, counts=slots.counts, kept=kept)
 
 
 def _finish(slots: EngineSlots, window: DecodeWindow, sequences: EngineSlots) -> EngineSlots:

@@ -78,17 +78,26 @@ class SlotStates:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Replayed:
-    """States before the tokens of a window's last step, some of which count: the next step applies these. A pytree."""
+    """States before the tokens of a step, some of which count: the next step applies these. A pytree."""
 
     states: Any
     """Of all slots."""
     kept: tuple[Float[Array, "S R *V"], ...]
-    """What each of the tokens gave to the states, of the window's sequences."""
+    """What each of the tokens gave to the states: of all slots or, within a window, of its sequences."""
 
     @classmethod
-    def begin(cls, states: Any, values: tuple[jax.ShapeDtypeStruct, ...], sequences: int, rows: int) -> "Replayed":
-        """Return states behind all tokens, with room for so many of each sequence, which give such values."""
-        return cls(states, tuple(jnp.zeros((sequences, rows, *spec.shape), spec.dtype) for spec in values))
+    def empty(cls, states: Any, values: tuple[jax.ShapeDtypeStruct, ...], slots: int, rows: int, device=None):
+        """Return states with room for so many tokens of each slot, which give such values."""
+        return cls(states, tuple(zeros_on(device, (slots, rows, *spec.shape), spec.dtype) for spec in values))
+
+    def of(self, slots: Int[Array, " S"], rows: int) -> "Replayed":
+        """Return the same with the first tokens of these slots, so many, alone."""
+        return Replayed(self.states, tuple(stored[slots, :rows] for stored in self.kept))
+
+    def put(self, slots: Int[Array, " S"], within: "Replayed") -> "Replayed":
+        """Invert `of`, after steps within a window."""
+        pairs = zip(self.kept, within.kept, strict=True)
+        return Replayed(within.states, tuple(old.at[slots, : new.shape[1]].set(new) for old, new in pairs))
 
     def keep(self, index: int, values: Float[Array, "S R *V"]) -> "Replayed":
         """Return the same with what the tokens gave, the `index`-th of their values."""

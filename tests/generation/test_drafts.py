@@ -285,7 +285,7 @@ def test_drafts_follow_acceptance_and_streams():
 
     assert settled(0.9, 1).drafts == 3 > settled(0.3, 1).drafts
     assert settled(0.05, 1).drafts == 0 and "none" in settled(0.05, 1).reason
-    by_streams = [settled(0.7, streams).drafts for streams in (1, 64, 256, 4096)]
+    by_streams = [settled(0.7, streams).drafts for streams in (1, 16, 256, 4096)]
     assert by_streams == sorted(by_streams, reverse=True) and by_streams[1] > by_streams[2] == 0
 
 

@@ -14,13 +14,13 @@ from jaxglue.hf.several import add_adapters
 from jaxglue.models.draft import build_draft
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
-from tests.generation.test_drafts import HYBRID, WINDOWS, check_equal
+from tests.generation.test_drafts import HYBRID, WINDOWS, Alternating, check_equal
 from tests.generation.test_several_adapters import written
 
 pytestmark = pytest.mark.gpu
 
 
-def check_greedy(model, counts, ranks=(None,)):
+def check_greedy(model, counts, ranks=(None,), **drafting):
     """Assert that answers with each of some numbers of drafts, a part of them right, are those without."""
     rng, sampling = np.random.default_rng(0), SamplingConfig(max_tokens=24, temperature=0)
     asked = [Request(rng.integers(0, 6, n).tolist(), sampling, ranks=own) for n in (1, 5, 70) for own in ranks]
@@ -28,7 +28,7 @@ def check_greedy(model, counts, ranks=(None,)):
     graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
     texts = dict[int, dict]()
     for drafts in (0, *counts):
-        head = LoadedHead(Drafting(graphdef, drafts), {HEAD: nnx.to_pure_dict(state)}) if drafts else None
+        head = LoadedHead(Drafting(graphdef, drafts, **drafting), {HEAD: nnx.to_pure_dict(state)}) if drafts else None
         with jax.default_matmul_precision("highest"):
             engine = Engine(graphdefs, model.config, dtype=jnp.float32, drafting=head and head.drafting)
             done = list(engine.generate(*(head.beside(trees) if head else trees), asked))
@@ -47,6 +47,12 @@ def tiny(tiny_model, family, **fields):
 )
 def test_greedy_answers_are_those_without_drafts(family, counts, tiny_model):
     check_greedy(tiny(tiny_model, family), counts)
+
+
+def test_answers_are_those_without_where_the_number_of_drafts_changes(tiny_model, monkeypatch):
+    monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
+    monkeypatch.setattr(Alternating, "turns", (2, 0, 1))
+    check_greedy(tiny(tiny_model, HYBRID), (2,), auto=True)
 
 
 def test_greedy_answers_of_two_adapters_are_those_without_drafts(tiny_model, tmp_path):
