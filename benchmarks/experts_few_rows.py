@@ -54,35 +54,29 @@ LAYERS = {
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-NARROW, WIDE = ({"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None, "late": late} for late in (0, 1))
+FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
+WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
-        "late": {"late": True},
         "parts of 128": {"part": 128},
-        "late, parts of 128": {"late": True, "part": 128},
-        "64/256/4/3": NARROW,
-        "64/256/4/3, late": WIDE,
-        "64/256/4/3, late, parts of 128": WIDE | {"part": 128},
-        "64/256/4/4, late, parts of 128": WIDE | {"part": 128, "num_stages": 4},
-        "64/512/4/2, late, parts of 128": WIDE | {"part": 128, "block_k": 512, "num_stages": 2},
-        "128/128/4/4, late": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
-        "128/256/4/3, late, parts of 128": WIDE | {"part": 128, "block_n": 128},
-        "128/256/8/3, late, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},
+        "64/256/4/3": WIDE,
+        "64/256/4/3, parts of 128": WIDE | {"part": 128},
+        "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
+        "64/512/4/2, parts of 128": WIDE | {"part": 128, "block_k": 512, "num_stages": 2},
+        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
+        "128/256/4/3, parts of 128": WIDE | {"part": 128, "block_n": 128},
+        "128/256/8/3, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},
     },
-    "nf4": {
-        "late": {"late": True},
-        "64/256/4/3, late": WIDE,
-        "64/128/4/5, late": WIDE | {"block_k": 128, "num_stages": 5},
-    },
-    "int8": {"64/256/4/3": NARROW},
-    "fp8": {"64/256/4/3": NARROW},
+    "nf4": {"64/256/4/3": WIDE, "64/128/4/5": WIDE | {"block_k": 128, "num_stages": 5}},
+    "int8": {"64/256/4/3": WIDE},
+    "fp8": {"64/256/4/3": WIDE},
 }
 """Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
 ADAPTED: dict[str, dict[str, Any]] = {
-    "late": {"late": True},
-    "low ranks of 512 columns": {"shrink_k": 512},
-    "late, low ranks of 512 columns": {"late": True, "shrink_k": 512},
-    "late, low ranks of 1024 columns": {"late": True, "shrink_k": 1024},
+    "former": FORMER,
+    "low ranks by one program": {"shrink_k": None},
+    "not late": {"late": False},
+    "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""
 COPIES = 2
@@ -152,7 +146,9 @@ class Case(NamedTuple):
     @property
     def change(self) -> dict[str, Any] | None:
         """Return the fields in which tiles differ from those in use; None for these."""
-        return None if self.tiles == IN_USE else (ADAPTED if self.rank else VARIANTS[self.form])[self.tiles]
+        if self.tiles == IN_USE:
+            return None
+        return ADAPTED[self.tiles] if self.rank or self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
 
     def inputs(self) -> tuple[jax.Array, jax.Array, list[tuple[Any, Any, ExpertLora]]]:
         """Return tokens, routers' logits, and weights."""
@@ -216,7 +212,8 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     """Return a layer's cases at some tokens, those with adapters last; on a CPU the reference has no tiles."""
     tiled = backend.compute_capability() is not None
     plain = Case(layer, form, tokens, 0)
-    cases = [plain, *(plain._replace(tiles=tiles) for tiles in VARIANTS.get(form, ()) if variants and tiled)]
+    others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
+    cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
     return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in (IN_USE, *(ADAPTED if tiled else ())) if rank]
 
 

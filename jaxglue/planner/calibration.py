@@ -203,13 +203,20 @@ DECODE_MATMUL = Fitted(0.8, "of a layer's matmuls' FLOP/s", "H100, H200", "rl_st
 """Rate at which they multiply hundreds of rows."""
 _few = partial(Fitted, unit="of the bytes/s that kernels read", gpu="H200")
 EXPERTS_READ = {
-    "none": DECODE_READ,
+    "none": _few(0.92, method="Qwen3-30B-A3B, benchmarks/results/generation_a3b_h200.json"),
     "mxfp4": _few(0.45, method="gpt-oss-20b, 64 tokens, benchmarks/results/experts_few_rows.json"),
     "fp8": _few(0.62, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
     "nf4": _few(0.26, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
     "int8": _few(0.54, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
 }
 """The same for experts, by their format."""
+EXPERTS_MULTIPLY = Fitted(
+    1.4, "of a layer's matmuls' FLOP/s", "H200", "generation_oss_lora_h200.json, generation_a3b_h200.json"
+)
+"""Rate of what experts of more tokens take beyond reading: their products lie mostly beside it."""
+ADAPTED_EXPERTS = Fitted(120e-6, "s", "H200", "generation_oss_lora_h200.json, rl_oss_h200.json, rl_a3b_fp8_h200.json")
+"""Time that live adapters of a layer's experts add, beside reading, to a step of more than `FEW_ADAPTED` tokens."""
+FEW_ADAPTED = 128
 
 # Memory (`memory`).
 TEMPORARIES = _grid(1.03, "of `live_bytes.peak_bytes`")

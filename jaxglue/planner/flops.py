@@ -28,9 +28,20 @@ def _feed_forward(config: DecoderConfig, layer: int) -> int:
     if moe is None or not moe.sparse_layers[layer]:
         return matrices * D * config.shapes[layer].intermediate_size
     gate = parts.experts.shared_gate and moe.shared_size > 0
-    routed = matrices * (moe.latent_size or D) * moe.num_experts_per_tok * moe.intermediate_size
     around = D * (moe.num_experts + gate) + 2 * D * moe.latent_size
-    return around + routed + matrices * D * moe.shared_size
+    return around + _routed(config) + matrices * D * moe.shared_size
+
+
+def _routed(config: DecoderConfig) -> int:
+    """Count the weights of a token's experts in a layer."""
+    moe, matrices = config.moe, 2 if find_family(config.model_type).parts.experts.activation == "relu2" else 3
+    assert moe is not None
+    return matrices * (moe.latent_size or config.hidden_size) * moe.num_experts_per_tok * moe.intermediate_size
+
+
+def routed_parameters(config: DecoderConfig) -> int:
+    """Count those of `matmul_parameters` that are experts', but for shared ones."""
+    return 0 if config.moe is None else sum(config.moe.sparse_layers) * _routed(config)
 
 
 def training_flops_per_token(

@@ -3,13 +3,14 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxglue.planner import calibration as fitted
-from jaxglue.planner.flops import matmul_parameters
+from jaxglue.planner.flops import matmul_parameters, routed_parameters
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 
@@ -30,7 +31,11 @@ class DecodeCost:
     expert_rate: float
     """Share of the memory's rate at which experts in their format are read."""
     flops: float
-    """Of a token's matmuls."""
+    """Of a token's matmuls but experts'."""
+    expert_flops: float
+    """Of its experts'."""
+    adapted: int
+    """Layers whose experts have live adapters."""
     token_bytes: float
     """Of a token in the cache of all layers."""
 
@@ -38,19 +43,21 @@ class DecodeCost:
     def of(cls, workload: Workload, token_bytes: float) -> "DecodeCost":
         """Return the cost of a model with its live adapters, whose tokens have so many bytes in the cache."""
         graphdefs, *trees = abstract_parts(workload)
-        moe = workload.config.moe
+        moe, routed = workload.config.moe, 2.0 * routed_parameters(workload.config)
+        adapters = trees[0].get("layers", {}) if workload.lora else {}
         sizes = {True: 0.0, False: 0.0}
         for tree in trees:
             read = tree if graphdefs.lm_head is None else {k: v for k, v in tree.items() if k != "embed_tokens"}
             for path, leaf in jax.tree_util.tree_leaves_with_path(read):
-                is_expert = f"'{_EXPERTS}'" in jax.tree_util.keystr(path)
-                sizes[is_expert] += leaf.size * leaf.dtype.itemsize
+                sizes[_is_expert(path)] += leaf.size * leaf.dtype.itemsize
         return cls(
             weights=sizes[False],
             experts=sizes[True],
             chosen=1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts,
             expert_rate=1.0 if moe is None else fitted.EXPERTS_READ[moe.quantize],
-            flops=2.0 * matmul_parameters(workload.config),
+            flops=2.0 * matmul_parameters(workload.config) - routed,
+            expert_flops=routed,
+            adapted=sum(any(_is_expert(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)) for a in adapters),
             token_bytes=token_bytes,
         )
 
@@ -59,7 +66,10 @@ class DecodeCost:
         read = self.weights / (fitted.DECODE_READ * gpu.copy)
         multiplied = self.flops * live / (fitted.DECODE_MATMUL * gpu.matmul)
         touched = 1 - (1 - self.chosen) ** live
-        return np.maximum(read, multiplied) + self.experts * touched / (self.expert_rate * gpu.copy)
+        experts = self.experts * touched / (self.expert_rate * gpu.copy)
+        experts += self.expert_flops * live / (fitted.EXPERTS_MULTIPLY * gpu.matmul)
+        experts += self.adapted * fitted.ADAPTED_EXPERTS * (live > fitted.FEW_ADAPTED)
+        return np.maximum(read, multiplied) + experts
 
     def seconds(self, gpu: Gpu, lengths: Int[np.ndarray, " answers"], prompt: int, each: int, slots: int) -> float:
         """Return the seconds in which answers are sampled.
@@ -73,8 +83,13 @@ class DecodeCost:
         """
         live = _live(lengths.tolist(), slots)
         cached = self.token_bytes * (lengths * (prompt + lengths / 2)).sum()
-        prompts = self.flops * prompt * len(lengths) / each
+        prompts = (self.flops + self.expert_flops) * prompt * len(lengths) / each
         return float(self.steps(gpu, live).sum() + cached / (fitted.DECODE_READ * gpu.copy) + prompts / gpu.matmul)
+
+
+def _is_expert(path: tuple[Any, ...]) -> bool:
+    """Return whether a parameter at this path is an expert's."""
+    return f"'{_EXPERTS}'" in jax.tree_util.keystr(path)
 
 
 def _live(lengths: Sequence[int], slots: int) -> Float[np.ndarray, " steps"]:

@@ -1,6 +1,6 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels
@@ -57,7 +58,12 @@ _MXFP4_TILES = {
 
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
-    return _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
+    tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
+    return (
+        tiles
+        if "experts' low ranks by several programs" in backend.UNTRIED
+        else replace(tiles, late=True, shrink_k=512)
+    )
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
