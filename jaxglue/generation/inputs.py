@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxglue.generation.contexts import Cursor, Places
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, PROMPTS, CachePlan, ring_table
 from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
@@ -19,6 +19,8 @@ from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
 _PADDED = 8
+_SHORT_PROMPT, _FEW = 8, 16
+"""Tokens of a row for each of which it has room for a prompt, and prompts for which it has room at least."""
 """Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
 
@@ -189,11 +191,11 @@ class PromptInputs:
         """Return one packed row of prompts: tokens [1, T], segments, where their keys and values go, and images."""
         lengths = [prompt.room for prompt in row]
         used, firsts = sum(lengths), [0, *accumulate(lengths)]
-        T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
+        T = max(_SMALLEST_ROW, _power_of_two(used), _power_of_two(_SHORT_PROMPT * len(row)))
         places = np.concatenate([first + prompt.places for first, prompt in zip(firsts, row, strict=False)])
         tokens: Any = np.zeros((1, T), np.int32)
         tokens[0, places] = np.concatenate([prompt.tokens for prompt in row])
-        most = max(segment_bucket(len(row)), 16)
+        most = max(min(segment_bucket(self._plan.slots), T // _SHORT_PROMPT, PROMPTS), _FEW)  # for T, so one program
         if self._tile is None:
             segments = pack_segments([lengths], seq_len=T, max_segments=most)
         else:

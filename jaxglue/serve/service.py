@@ -190,7 +190,7 @@ class Service:
         return any(ticket.request.ranks is ranks for ticket in self._open.copy())
 
     def warm_up(self) -> None:
-        """Compile the programs of a short answer, and of others in time that nobody asks for anything.
+        """Compile the programs of short answers, and of others in time that nobody asks for anything.
 
         These are of prompts of all lengths, and of some that go on from one before.
 
@@ -198,9 +198,10 @@ class Service:
             EndedError: an error has ended the service.
         """
         events = queue.SimpleQueue[Event]()
-        self.submit(_warming(1), events.put)
-        if (error := events.get().error) is not None:
-            raise EndedError(error)
+        for rare in (False, True):
+            self.submit(_warming(1, rare=rare), events.put)
+            if (error := events.get().error) is not None:
+                raise EndedError(error)
         longer = [2**power + 1 for power in range(8, (self.length - 1).bit_length())]
         lengths = [2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6, *longer]  # two behind two known pages
         self._programs_to_come.extend(length for length in lengths if length < self.length)
@@ -379,9 +380,9 @@ def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | 
             longest //= 2
 
 
-def _warming(length: int) -> Request:
-    """Return a request whose answer takes the programs of a prompt's length; the shortest also has rare features."""
-    sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(length == 1))
+def _warming(length: int, *, rare: bool = False) -> Request:
+    """Return a request whose answer takes the programs of a prompt's length, of rare features if asked."""
+    sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(rare))
     return Request([length % 2] * length, sampling)
 
 
