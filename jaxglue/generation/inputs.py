@@ -262,21 +262,22 @@ class PromptInputs:
     def copies(self, work: SchedulerOutput) -> CacheCopies:
         """Return the pages and states of prompts that further answers continue, and theirs."""
         slots: Any = np.array(work.slot_copies, np.int32)
-        copies = []
+        size, copies = _power_of_eight(len(slots)), []
         for window in self._windows:
             pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
             if window is not None:
                 ring = self._plan.ring(window)
                 pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
-            copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
+            count = max(_power_of_eight(len(pairs)), size)
+            copies.append(np.pad(pairs, ((0, count - len(pairs)), (0, 0))).astype(np.int32))
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        pad = (0, size - len(slots)), (0, 0)
         states = np.pad(slots, pad, constant_values=self._plan.slots).T
         return CacheCopies(sources, targets, tuple(states))  # type: ignore[arg-type]
 
     def counted(self, fresh: abc.Sequence[Sequence]) -> tuple[Any, Any, Any]:
         """Return slots, known tokens, and which of these are the answers' own, as `EnginePrograms.note` counts them."""
-        count, length = _power_of_two(len(fresh)), _power_of_two(max(sequence.length for sequence in fresh))
+        count, length = _power_of_eight(len(fresh)), _power_of_two(max(PAGE, *(each.length for each in fresh)))
         slots: Any = np.full(count, self._plan.slots, np.int32)
         tokens: Any = np.full((count, length), -1, np.int32)
         new: Any = np.zeros((count, length), bool)
@@ -293,6 +294,11 @@ def padded_pages(pages: abc.Sequence[int]) -> Int[np.ndarray, " n"]:
 
 def _padded(count: int) -> int:
     return -(-max(count, 1) // _PADDED) * _PADDED
+
+
+def _power_of_eight(count: int) -> int:
+    """Return a size for which few programs are compiled, of work that takes little."""
+    return 8 if count <= 8 else 8 * _power_of_eight(-(-count // 8))
 
 
 def _power_of_two(count: int) -> int:
