@@ -401,6 +401,8 @@ class _Window(NamedTuple):
     size: int
     """Answers for which its program is."""
     sizes: WindowSizes
+    passed: Any
+    """An array that is there once its prompts have passed; None without prompts."""
 
 
 _OPEN: "weakref.WeakSet[DecodeBatch]" = weakref.WeakSet()
@@ -456,7 +458,7 @@ class DecodeBatch:
         self._drafted = 0
         """Drafts of the last window's steps."""
         self._received: float | None = None
-        """When the results of a window came whose successor was under way."""
+        """When the window under way began: the results of the one before, or its prompts, had come; None if unknown."""
         self._latest: WindowSizes | None = None
         """Programs of the windows that decode now."""
         _OPEN.add(self)
@@ -536,14 +538,15 @@ class DecodeBatch:
         if self._drafted not in (0, drafts):  # before prompts are written, whose states lack nothing
             self._slots, self._caches = programs.settle(trees, self._slots, self._caches)
         self._drafted = drafts
+        passed = None
         for row in work.rows:
             tokens, segments, places, images = self._prompts.row(row)
-            self._caches, last = programs.prefill(trees, tokens, segments, places, images, self._caches)
+            self._caches, last, passed = programs.prefill(trees, tokens, segments, places, images, self._caches)
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, places.slots, last)
         for row in work.suffix_rows:
             tokens, positions, cursor, ends, slots = self._prompts.suffixes(row)
-            self._caches, last = programs.extend(trees, tokens, positions, cursor, ends, self._caches)
+            self._caches, last, passed = programs.extend(trees, tokens, positions, cursor, ends, self._caches)
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, slots, last)
         if work.slot_copies:
@@ -565,7 +568,7 @@ class DecodeBatch:
         self._slots, self._caches, sampled = run(*arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         self._latest = sizes
-        return _Window(work, sampled, size, sizes)
+        return _Window(work, sampled, size, sizes, passed)
 
     def _move_pages(self, work: SchedulerOutput) -> None:
         """Copy pages of held answers to the host, and those that are needed again back."""
@@ -605,8 +608,11 @@ class DecodeBatch:
     def _sizes_of(self, features: Features, drafts: int) -> WindowSizes:
         """Return the programs of windows of some features; those of the last answers' drafts are for few."""
         grows = drafts != self._pace.usual and self._pace.waits
-        made = partial(WindowSizes, self._plan.slots, self._programs.fewest, grows=grows)
-        return self._sizes.get((features, drafts)) or self._sizes.setdefault((features, drafts), made())
+        if (features, drafts) not in self._sizes:
+            times = next((sizes.times for (_, rows), sizes in self._sizes.items() if rows == drafts), None)
+            made = WindowSizes(self._plan.slots, self._programs.fewest, grows=grows, times=times)
+            self._sizes[features, drafts] = made
+        return self._sizes[features, drafts]
 
     def _options(self, features: Features, drafts: int) -> dict[str, Any]:
         """Return the static arguments of windows."""
@@ -650,9 +656,11 @@ class DecodeBatch:
         Raises:
             ValueError: logits that are infinite or NaN.
         """
+        if window.passed is not None:
+            self._received = _passing(window.passed)
         work, steps = window.work, jax.device_get(window.sampled)
         now = monotonic()
-        if self._received is not None and not (work.prompts or work.suffixes):
+        if self._received is not None:
             window.sizes.note(window.size, now - self._received)
         self._received = now if self._under_way else None
         for copy in self._leaving:
@@ -698,6 +706,14 @@ class DecodeBatch:
         if sequence.matcher and (sequence.matcher.is_over or not len(new.ids)):  # none: a grammar beyond its limits
             return "stop" if sequence.matcher.is_complete else "length"
         return "length" if sequence.length + len(new.ids) >= sequence.end else None
+
+
+def _passing(array: Any) -> float | None:
+    """Wait for an array; return when it came, or None where it was there."""
+    if array.is_ready():
+        return None
+    array.block_until_ready()
+    return monotonic()
 
 
 def _pages_outside(plan: CachePlan) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxglue.generation.contexts import Cursor, Places
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, PROMPTS, CachePlan, ring_table
 from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
@@ -19,6 +19,8 @@ from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
 _PADDED = 8
+_SHORT_PROMPT, _FEW = 8, 16
+"""Tokens of a row for each of which it has room for a prompt, and prompts for which it has room at least."""
 """Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
 
@@ -189,11 +191,11 @@ class PromptInputs:
         """Return one packed row of prompts: tokens [1, T], segments, where their keys and values go, and images."""
         lengths = [prompt.room for prompt in row]
         used, firsts = sum(lengths), [0, *accumulate(lengths)]
-        T = max(_SMALLEST_ROW, 1 << (used - 1).bit_length())
+        T = max(_SMALLEST_ROW, _power_of_two(used), _power_of_two(_SHORT_PROMPT * len(row)))
         places = np.concatenate([first + prompt.places for first, prompt in zip(firsts, row, strict=False)])
         tokens: Any = np.zeros((1, T), np.int32)
         tokens[0, places] = np.concatenate([prompt.tokens for prompt in row])
-        most = max(segment_bucket(len(row)), 16)
+        most = max(min(segment_bucket(self._plan.slots), T // _SHORT_PROMPT, PROMPTS), _FEW)  # for T, so one program
         if self._tile is None:
             segments = pack_segments([lengths], seq_len=T, max_segments=most)
         else:
@@ -260,21 +262,22 @@ class PromptInputs:
     def copies(self, work: SchedulerOutput) -> CacheCopies:
         """Return the pages and states of prompts that further answers continue, and theirs."""
         slots: Any = np.array(work.slot_copies, np.int32)
-        copies = []
+        size, copies = _power_of_eight(len(slots)), []
         for window in self._windows:
             pairs = np.array(work.page_copies, np.int32).reshape(-1, 2)
             if window is not None:
                 ring = self._plan.ring(window)
                 pairs = np.stack([ring_table(slots[:, i], ring, ring).ravel() for i in range(2)], axis=1)
-            copies.append(np.pad(pairs, ((0, _power_of_two(len(pairs)) - len(pairs)), (0, 0))).astype(np.int32))
+            count = max(_power_of_eight(len(pairs)), size)
+            copies.append(np.pad(pairs, ((0, count - len(pairs)), (0, 0))).astype(np.int32))
         sources, targets = (tuple(pairs[:, i] for pairs in copies) for i in range(2))
-        pad = (0, _power_of_two(len(slots)) - len(slots)), (0, 0)
+        pad = (0, size - len(slots)), (0, 0)
         states = np.pad(slots, pad, constant_values=self._plan.slots).T
         return CacheCopies(sources, targets, tuple(states))  # type: ignore[arg-type]
 
     def counted(self, fresh: abc.Sequence[Sequence]) -> tuple[Any, Any, Any]:
         """Return slots, known tokens, and which of these are the answers' own, as `EnginePrograms.note` counts them."""
-        count, length = _power_of_two(len(fresh)), _power_of_two(max(sequence.length for sequence in fresh))
+        count, length = _power_of_eight(len(fresh)), _power_of_two(max(PAGE, *(each.length for each in fresh)))
         slots: Any = np.full(count, self._plan.slots, np.int32)
         tokens: Any = np.full((count, length), -1, np.int32)
         new: Any = np.zeros((count, length), bool)
@@ -291,6 +294,11 @@ def padded_pages(pages: abc.Sequence[int]) -> Int[np.ndarray, " n"]:
 
 def _padded(count: int) -> int:
     return -(-max(count, 1) // _PADDED) * _PADDED
+
+
+def _power_of_eight(count: int) -> int:
+    """Return a size for which few programs are compiled, of work that takes little."""
+    return 8 if count <= 8 else 8 * _power_of_eight(-(-count // 8))
 
 
 def _power_of_two(count: int) -> int:

@@ -25,8 +25,8 @@ PAGE = 64
 """Tokens in a page."""
 MOST_SLOTS = 512
 """Sequences that decode at once where memory has room for more."""
-PREFILL_TOKENS = 4096
-"""Prompt tokens that share a forward pass; longer prompts have one of their own."""
+PREFILL_TOKENS, PROMPTS = 4096, 64
+"""Prompts and their tokens that share a forward pass, at most; a longer prompt has one of its own."""
 _RESERVE = 2**30
 _SHARE = 0.9
 """Share of the free memory for the cache."""

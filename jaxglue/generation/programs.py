@@ -234,8 +234,12 @@ class EnginePrograms:
         places: Places,
         images: Images | None,
         caches: list[Cache],
-    ) -> tuple[list[Cache], Float[Array, "S D"] | None]:
-        """Write the keys and values of packed prompts to the caches; with drafts, return the last tokens' states."""
+    ) -> tuple[list[Cache], Float[Array, "S D"] | None, Array]:
+        """Write the keys and values of packed prompts to the caches.
+
+        Returns:
+            The caches, with drafts the last tokens' states, and an array that is there once the prompts have passed.
+        """
         x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
@@ -246,9 +250,9 @@ class EnginePrograms:
             else:
                 x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         if self._drafts is None:
-            return caches, None
+            return caches, None, x
         last, caches[-1] = self._drafts.prefill(self._drafts.weights(trees), x, tokens, caches[-1], packed, places)
-        return caches, last
+        return caches, last, x
 
     def extend(
         self,
@@ -258,11 +262,11 @@ class EnginePrograms:
         cursor: Cursor,
         last: Int[Array, " n"],
         caches: list[Cache],
-    ) -> tuple[list[Cache], Float[Array, "n D"] | None]:
+    ) -> tuple[list[Cache], Float[Array, "n D"] | None, Array]:
         """Write the keys and values of texts that go on, behind those in their pages; the cursor's rope is not read.
 
         Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own. With
-        drafts, the states of the `last` ones are returned, too.
+        drafts, the states of the `last` ones are returned, too, and an array as of `prefill`.
         """
         x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
         cursor = replace(cursor, rope=rope)
@@ -270,9 +274,9 @@ class EnginePrograms:
             cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
             x, caches[i] = layer.extend(weights, x, caches[i], cursor)
         if self._drafts is None:
-            return caches, None
+            return caches, None, x
         states, caches[-1] = self._drafts.extend(self._drafts.weights(trees), x, tokens, cursor, last, caches[-1])
-        return caches, states
+        return caches, states, x
 
     def see(self, trees: Trees, patches: Patches) -> Float[Array, "B I D"]:
         """Return the features of rows of patches."""

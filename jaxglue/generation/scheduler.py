@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.grammar import Grammar, Matcher
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, PagePool, page_names, pages_of
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, PROMPTS, CachePlan, PagePool, page_names, pages_of
 from jaxglue.ops.segments import aligned
 from jaxglue.vision.rows import PromptImages
 
@@ -199,7 +199,7 @@ class SchedulerOutput:
 
     @property
     def rows(self) -> Iterator[list[Prefill]]:
-        """Yield prompts that share a row of `PREFILL_TOKENS`, or one that is longer."""
+        """Yield prompts that share a row of `PREFILL_TOKENS`, `PROMPTS` at most, or one that is longer."""
         return _packed(self.prompts, PREFILL_TOKENS, lambda prompt: prompt.room)
 
     @property
@@ -209,11 +209,11 @@ class SchedulerOutput:
 
 
 def _packed(prefills: abc.Sequence[Prefill], most: int, tokens_of: Callable[[Prefill], int]) -> Iterator[list[Prefill]]:
-    """Yield those that share a row of so many tokens, in order; a longer one is alone."""
+    """Yield those that share a row of so many tokens, `PROMPTS` at most, in order; a longer one is alone."""
     row, used = list[Prefill](), 0
     for prefill in prefills:
         count = tokens_of(prefill)
-        if row and used + count > most:
+        if row and (used + count > most or len(row) == PROMPTS):
             yield row
             row, used = [], 0
         row.append(prefill)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -21,6 +21,30 @@ _SLOWER, _GAIN = 1.25, 1.1
 """Time of a window, relative to a smaller one's, that is as good; tokens a second, likewise, that are more."""
 
 
+class WindowTimes:
+    """Seconds of windows by size, as the latest ones took: of each kind, and of any other where those are not known."""
+
+    def __init__(self) -> None:
+        self._times = dict[tuple[Hashable, int], tuple[float, float]]()
+        """Seconds, and when they were known."""
+
+    def note(self, kind: Hashable, size: int, seconds: float) -> None:
+        """Note what a window took."""
+        before = self.own(kind, size)
+        mean = seconds if before is None else before + _LATEST * (seconds - before)
+        self._times[kind, size] = mean, monotonic()
+
+    def own(self, kind: Hashable, size: int) -> float | None:
+        """Return what windows of this kind take; None where that is not known, or was long ago."""
+        seconds, when = self._times.get((kind, size), (None, 0.0))
+        return seconds if monotonic() - when < _KNOWN_FOR else None
+
+    def of(self, kind: Hashable, size: int) -> float | None:
+        """Return what windows of this size take, of this kind where that is known."""
+        kinds = [kind, *(other for other, noted in list(self._times) if noted == size)]
+        return next((found for each in kinds if (found := self.own(each, size)) is not None), None)
+
+
 class WindowSizes:
     """Numbers of sequences for which windows of one kind are compiled: the slots, and fewer.
 
@@ -30,15 +54,16 @@ class WindowSizes:
         slots: of the cache.
         least: sequences of a window, some of which may be nobody's.
         grows: programs are for as many as there were at a time so far, in place of all slots.
+        times: of windows of other kinds, too.
     """
 
-    def __init__(self, slots: int, least: int = 1, *, grows: bool = False):
+    def __init__(self, slots: int, least: int = 1, *, grows: bool = False, times: WindowTimes | None = None):
+        self.times = WindowTimes() if times is None else times
+        """Of windows of this kind, and of others."""
         self._slots, self._least, self._ready = max(slots, least), least, dict[int, Any]()
         self._most = 0 if grows else self._slots
         """Sequences of the largest program."""
         self._asked, self._under_way = False, list[Future]()
-        self._times = dict[int, tuple[float, float]]()
-        """Seconds of a window of each size, and when they were known."""
         self._begun = set[int]()
         """Sizes of which a window was timed, whose first one may take longer."""
 
@@ -47,14 +72,12 @@ class WindowSizes:
         if size not in self._begun:
             self._begun.add(size)
             return
-        before = self._time(size)
-        mean = seconds if before is None else before + _LATEST * (seconds - before)
-        self._times[size] = mean, monotonic()
+        self.times.note(self, size, seconds)
 
     def seconds(self, count: int) -> float | None:
         """Return what a window of so many answers takes; None where that is not known."""
         sizes = self._for(count)
-        return self._time(sizes[0]) if sizes else None
+        return self.times.own(self, sizes[0]) if sizes else None
 
     def widest(self, count: int, *, as_fast: bool) -> int:
         """Return the largest size to which windows of `count` answers, or more, may be filled up.
@@ -67,7 +90,7 @@ class WindowSizes:
         """
         sizes = self._for(count)
         for smaller, larger in pairwise(sizes):
-            least, time = self._time(sizes[0] if as_fast else smaller), self._time(larger)
+            least, time = (self.times.of(self, size) for size in (sizes[0] if as_fast else smaller, larger))
             if least is None or time is None:
                 return larger
             if time > least * (_SLOWER if as_fast else larger / smaller / _GAIN):
@@ -77,10 +100,6 @@ class WindowSizes:
     def _for(self, count: int) -> list[int]:
         """Return the sizes for so many answers, the smallest first: those that are compiled, and the slots."""
         return [size for size in sorted({*self._ready, self._most}) if size >= count]
-
-    def _time(self, size: int) -> float | None:
-        seconds, when = self._times.get(size, (None, 0.0))
-        return seconds if monotonic() - when < _KNOWN_FOR else None
 
     def take(self, count: int, whole: bool) -> tuple[int, Any]:
         """Return the smallest size for `count` answers that is compiled, and its program.

@@ -190,17 +190,18 @@ class Service:
         return any(ticket.request.ranks is ranks for ticket in self._open.copy())
 
     def warm_up(self) -> None:
-        """Compile the programs of a short answer, and of others in time that nobody asks for anything.
+        """Compile the programs of short answers, and of others in time that nobody asks for anything.
 
         These are of prompts of all lengths, and of some that go on from one before.
 
         Raises:
             EndedError: an error has ended the service.
         """
-        events = queue.SimpleQueue[Event]()
-        self.submit(_warming(1), events.put)
-        if (error := events.get().error) is not None:
-            raise EndedError(error)
+        for rare in (False, True):
+            events = queue.SimpleQueue[Event]()
+            self.submit(_warming(1, rare=rare), events.put)
+            if (error := events.get().error) is not None:
+                raise EndedError(error)
         longer = [2**power + 1 for power in range(8, (self.length - 1).bit_length())]
         lengths = [2 * PAGE + 1, 2 * PAGE + 6, 3 * PAGE + 6, *longer]  # two behind two known pages
         self._programs_to_come.extend(length for length in lengths if length < self.length)
@@ -247,13 +248,15 @@ class Service:
     def _fill(self) -> None:
         """Give slots to answers of the owners that have the fewest, and never all slots to one.
 
+        Those beyond an owner's first come as far as windows are filled up, so that neither their prompts nor a large
+        window that takes long keep others waiting.
         Where none is free, owners that have more than one that waits give up their last ones, which wait again: an
         owner's first answer waits behind none of them.
         """
         running = Counter(ticket.owner for ticket, _ in self._running.values())
         while ready := [owner for owner, answers in self._waiting.items() if not answers[0][1].windows]:
             owner = min(ready, key=running.__getitem__)
-            if running[owner] >= self._most_of_one:
+            if running[owner] and (running[owner] >= self._most_of_one or running.total() >= self._widest(running)):
                 return
             enough = -_AHEAD if running[owner] else 0
             while self._batch.free_slots <= enough and self._interrupt_one(running, running[owner] + 1):
@@ -261,6 +264,11 @@ class Service:
             if self._batch.free_slots <= -_AHEAD:
                 return
             running[owner] += self._begin(owner)
+
+    def _widest(self, running: Counter[Hashable]) -> int:
+        """Return to how many answers a window of these owners' is filled up."""
+        owners = sum(map(bool, running.values()))
+        return self._batch.widest(owners, as_fast=owners > 1)
 
     def _begin(self, owner: Hashable) -> bool:
         """Add an owner's next answer to the batch; return whether somebody waits for it."""
@@ -311,13 +319,14 @@ class Service:
         as long; else to that from which larger ones hardly give more tokens a second. Those that have fewer tokens go
         first.
         """
-        firsts, further = dict[Hashable, Sequence](), list[Sequence]()
+        running, further = Counter[Hashable](), list[Sequence]()
         for ticket, answer in self._running.values():
-            if firsts.setdefault(ticket.owner, answer) is not answer:
+            if running[ticket.owner]:
                 further.append(answer)
+            running[ticket.owner] += 1
         if not further:
             return set()
-        room = self._batch.widest(len(firsts), as_fast=len(firsts) > 1) - len(firsts)
+        room = self._widest(running) - len(running)
         further.sort(key=lambda answer: answer.reach - len(answer.request.prompt))
         return set(further[max(room, 0) :])
 
@@ -379,10 +388,10 @@ def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | 
             longest //= 2
 
 
-def _warming(length: int) -> Request:
-    """Return a request whose answer takes the programs of a prompt's length; the shortest also has rare features."""
-    sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(length == 1))
-    return Request([length % 2] * length, sampling)
+def _warming(length: int, *, rare: bool = False) -> Request:
+    """Return a request whose answers take the programs of a prompt's length, of rare features if asked."""
+    sampling = replace(GREEDY, max_tokens=1, presence_penalty=float(rare))
+    return Request([length % 2] * length, sampling, n=1 if rare else 2)
 
 
 def _run(job: _Job) -> None:
