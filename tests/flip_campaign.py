@@ -48,6 +48,7 @@ class Subject:
 SUBJECTS = {
     "tokens": Subject("tokens/**/*", "sft"),
     "references": Subject("tokens/**/*", "dpo"),
+    "features": Subject("tokens/features-*/*", "pictures-disk"),
     "programs": Subject("compiled/**/*", "sft"),
     "programs-of-answers": Subject("compiled/**/*", "grpo"),
     "adapter": Subject("trained/adapter/adapter_model.safetensors", "sft", "--adapter {work}/trained/adapter"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -106,6 +107,10 @@ KINDS = {
     "sft": Kind("--data {work}/chats.jsonl --gradient-accumulation-steps 2 --eval-fraction 0.2 --dropout 0.1"),
     "full": Kind("--data {work}/chats.jsonl --method full --keep both --eval-fraction 0.2 --eval-every 2"),
     "streaming": Kind("--data {work}/chats.jsonl --streaming true --gradient-accumulation-steps 2"),
+    "pictures": Kind("--data {work}/pictures.jsonl --random-weights true --eval-fraction 0.2", model="seeing"),
+    "pictures-disk": Kind(
+        "--data {work}/pictures.jsonl --random-weights true --image-features disk --batch-size 2", model="seeing"
+    ),
     "classify": Kind("--data {work}/labels.jsonl --objective classify"),
     "dpo": Kind("--data {work}/pairs.jsonl --objective dpo --reference-cache on"),
     "distill": Kind(f"--objective distill --teacher {{work}}/teacher {_ANSWERS}"),
@@ -362,9 +367,13 @@ def _make_inputs(work: Path) -> None:
         tensors = flatten_names(split_model(random_model(config, dtype=jnp.float32, seed=seed), nnx.Param)[1])
         save_tensors(work / "weights", tensors | (_draft_head(config) if name == "hybrid" else {}))
         (work / "weights/model.safetensors").rename(folder / "model.safetensors")
+    make_seeing(work / "seeing")
+    chats = (QUICKSTART / "chats.jsonl").read_text().splitlines()[:60]
+    pictures = (QUICKSTART / "pictures.jsonl").read_text().splitlines()[:24]
     rows = [{"text": f"day {i} was {'good' if i % 3 else 'bad'}", "label": int(i % 3 > 0)} for i in range(60)]
     for name, lines in {
-        "chats": (QUICKSTART / "chats.jsonl").read_text().splitlines()[:60],
+        "chats": chats,
+        "pictures": [line for pair in zip(pictures, chats[::2], strict=False) for line in pair],
         "pairs": (QUICKSTART / "pairs.jsonl").read_text().splitlines()[:24],
         "prompts": (QUICKSTART / "digits.jsonl").read_text().splitlines()[:9],
         "sums": (QUICKSTART / "calculator.jsonl").read_text().splitlines()[:9],
@@ -373,3 +382,15 @@ def _make_inputs(work: Path) -> None:
         (work / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (work / "rewards.py").write_text(REWARDS)
     (work / "keys.py").write_text(KEYS)
+
+
+def make_seeing(folder: Path) -> None:
+    """Write the folder of a tiny model that sees, without weights."""
+    shutil.copytree(QUICKSTART / "seeing", folder, dirs_exist_ok=True)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    raw["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "linear_num_value_heads": 2}
+    raw["text_config"] |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    raw["vision_config"] |= {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    raw["vision_config"]["out_hidden_size"] = 32
+    (folder / "config.json").write_text(json.dumps(raw))

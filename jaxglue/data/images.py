@@ -220,6 +220,18 @@ class ImageReader:
         read = self._read(numbers)
         return [read[number] for number in numbers]
 
+    def decoded(self, image: Image) -> Image | None:
+        """Return an image with its patches; None where no stored document has it."""
+        records = self.store.images
+        assert records is not None
+        same = (records.digests == np.frombuffer(image.key, np.uint8)).all(1) & (records.grids == image.grid).all(1)
+        numbers = np.flatnonzero(same)
+        return self._decoded(image, int(numbers[0])) if len(numbers) else None
+
+    def _decoded(self, image: Image, number: int) -> Image:
+        assert self.store.images is not None
+        return replace(image, patches=self.rules.processor.patches(self.store.images.read(number), image.grid))
+
     def _read(self, numbers: Sequence[int]) -> dict[int, Image]:
         """Return images by their numbers, decoded where their patches are needed."""
         records = self.store.images
@@ -230,7 +242,7 @@ class ImageReader:
             image = Image(key=records.digests[number].tobytes(), grid=grid, patches=None)
             if self.kept and all(image.cache_key in features for features in self.kept):
                 return image
-            return replace(image, patches=self.rules.processor.patches(records.read(number), grid))
+            return self._decoded(image, number)
 
         with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
             return dict(zip(numbers, pool.map(read, numbers), strict=True))

@@ -175,9 +175,9 @@ class ModelConfig(Config):
     ] = "none"
     """Parts of a vision tower that train beside the text: none, its projector as a whole, or all: adapters on tower and
     projector, or with --method full their weights."""
-    image_features: Literal["auto", "off"] = "auto"
-    """Run a frozen vision tower once for each image, and keep the features in the host's memory; off runs it in each
-    step."""
+    image_features: Literal["auto", "disk", "off"] = "auto"
+    """Run a frozen vision tower once for each image, and keep the features in the host's memory, and in --cache-dir
+    where they would fill half of it; disk keeps them there for later runs too, off runs the tower in each step."""
     neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha", "noisy_embedding_alpha")] = 0.0
     """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
     2310.05914); 5 is usual, 0 adds none."""

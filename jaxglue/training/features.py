@@ -1,7 +1,9 @@
-"""Features of images by a frozen tower: computed once in a run, and kept in the host's memory."""
+"""Features of images by a frozen tower: computed once, and kept in the host's memory and on disk."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,10 +11,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from jaxglue.data.images import ImageReader
+from jaxglue.engine.array_checks import check_arrays
 from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.sharding.mesh import place_rows
+from jaxglue.training.feature_files import FeatureFiles
+from jaxglue.vision.processor import Grid
 from jaxglue.vision.rows import Image, Images, RowImages, aligned, alignment, pack_patches
 
 _ROW = 8192
@@ -32,8 +37,10 @@ class ImageFeatures:
         trainable, frozen: its parameters at the start; the tower's stay.
         mesh: devices that share the rows.
         readers: of images, which need not decode those whose features are kept.
-        limit: bytes of features to keep; None for half of the host's free memory.
+        limit: bytes of features to keep in memory; None for half of what the host has free.
         more: further images may come, of any size.
+        cache: folder for features that memory has no room for; None to keep none on disk.
+        on_disk: keep all in `cache` too, and read those of earlier runs.
     """
 
     def __init__(
@@ -46,35 +53,67 @@ class ImageFeatures:
         limit: float | None = None,
         *,
         more: bool = False,
+        cache: Path | None = None,
+        on_disk: bool = False,
     ):
-        self._executor, self._mesh = executor, mesh
+        self._executor, self._mesh, self._readers = executor, mesh, readers
         self._trainable, self._frozen = trainable["embed_tokens"], frozen["embed_tokens"]
         self._limit = _SHARE * available_memory() if limit is None else limit
         self._processor = readers[0].rules.processor
         self._size, self._align = _row_size(readers, more), alignment(self._processor)
         self._kept: dict[tuple, np.ndarray] = {}
+        vision = executor.config.vision
+        assert vision is not None
+        self._width, self._dtype = vision.feature_width(executor.config.hidden_size), np.dtype(executor.layout.dtype)
+        self.planned = _features(readers) * self._width * self._dtype.itemsize
+        """Bytes of the features of all images that the readers know."""
+        self.files: FeatureFiles | None = None
+        """Features on disk; None where memory has room for all."""
+        if cache is not None and (on_disk or self.planned > self._limit):
+            self.files = FeatureFiles(cache, self._computed_by(), self._width, self._dtype)
+            sizes = (self.planned / 1e9, min(self._limit, self.planned) / 1e9)
+            _log.info("features of images, %.1f GB, of which memory holds %.1f, are in %s", *sizes, self.files.folder)
         for reader in readers:
-            reader.kept.append(self._kept)
+            reader.kept.append(self)
         self.bytes = 0
-        """Bytes of the features that are kept."""
+        """Bytes of the features in memory."""
         self.computed = 0
         """Images whose features were computed."""
+        self._is_full = False
+
+    def _computed_by(self) -> list[Any]:
+        """Return what the features depend on, beside the images."""
+        weights = check_arrays({"vision": self._trainable.get("vision", {})} | {"frozen": self._frozen["vision"]})
+        digests = [(name, check.digest) for name, check in weights.items()]
+        computation = [self._processor.key, self._size, self._align, str(jax.config.jax_default_matmul_precision)]
+        return [digests, repr(self._executor.config.vision), *computation]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept or (self.files is not None and key in self.files)
 
     def __call__(self, rows: RowImages) -> Images:
         """Return the images of rows with their features."""
-        config, features = self._executor.config, self.of([image for row in rows.rows for image in row])
-        assert config.vision is not None
-        return rows.with_features(
-            lambda image: features[image.cache_key],
-            config.vision.feature_width(config.hidden_size),
-            self._executor.layout.dtype,
-        )
+        features = self.of([image for row in rows.rows for image in row])
+        return rows.with_features(lambda image: features[image.cache_key], self._width, self._dtype)
 
     def of(self, images: Iterable[Image]) -> dict[tuple, Float[np.ndarray, "I D"]]:
         """Return the features of images by their `Image.cache_key`."""
         by_key = {image.cache_key: image for image in images}
-        made = dict(self._compute([image for key, image in by_key.items() if key not in self._kept]))
-        return {key: made[key] if key in made else self._kept[key] for key in by_key}
+        found = {key: self._kept[key] for key in by_key if key in self._kept}
+        if self.files is not None:
+            read = self.files.read(by_key.keys() - found.keys())
+            for key, features in read.items():
+                self._remember(key, features)
+            found |= read
+        missing = [self._decoded(image) for key, image in by_key.items() if key not in found]
+        found |= self._compute(missing)
+        return {key: found[key] for key in by_key}
+
+    def _decoded(self, image: Image) -> Image:
+        """Return an image with patches, which was read without where its features were on disk."""
+        if image.patches is not None:
+            return image
+        return next(found for reader in self._readers if (found := reader.decoded(image)) is not None)
 
     def _compute(self, images: list[Image]) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield the features of images by their keys, and keep as many as there is room for."""
@@ -94,17 +133,33 @@ class ImageFeatures:
 
     def _keep(self, image: Image, features: np.ndarray) -> None:
         self.computed += 1
+        in_memory = self._remember(image.cache_key, features)
+        on_disk = self.files is not None and self.files.write(image.cache_key, features)
+        if not (in_memory or on_disk or self._is_full):
+            _log.warning(
+                "features of %d images fill %.1f GB of the host's memory%s: those of others are computed again in "
+                "each epoch",
+                *(len(self._kept), self.bytes / 1e9, "" if self.files is None else ", and half of the free disk"),
+            )
+            self._is_full = True
+
+    def _remember(self, key: tuple, features: np.ndarray) -> bool:
+        """Keep features in memory; return False where it has no room."""
         if self.bytes + features.nbytes > self._limit:
-            if self.bytes <= self._limit:
-                _log.warning(
-                    "features of %d images fill %.1f GB of the host's memory: those of others are computed again in "
-                    "each epoch",
-                    *(len(self._kept), self.bytes / 1e9),
-                )
-                self._limit = -1.0
-            return
-        self._kept[image.cache_key] = features
+            return False
+        self._kept[key] = features
         self.bytes += features.nbytes
+        return True
+
+
+def _features(readers: Sequence[ImageReader]) -> int:
+    """Return the features of all images that readers know, each image once."""
+    records = [reader.store.images for reader in readers if reader.store.images is not None]
+    if not records:
+        return 0
+    images = np.concatenate([np.c_[part.digests, part.grids] for part in records])
+    tokens = readers[0].rules.processor.tokens
+    return sum(tokens(Grid(*image[-2:].tolist())) for image in np.unique(images, axis=0))
 
 
 def _row_size(readers: Sequence[ImageReader], more: bool) -> int:

@@ -102,8 +102,9 @@ class Execution:
     """Of dropout and NEFTune's noise; None without either."""
     fp8_max_error: float = 0.0
     """Relative error above which a layer is taken out of FP8."""
-    keeps_features: bool = False
-    """A vision tower, which is frozen, runs once for each image."""
+    image_features: Literal["auto", "disk", "off"] = "off"
+    """Where the features of a frozen vision tower are kept, which runs once for each image; off of one that runs in
+    each step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,15 +226,13 @@ def _rows(config: TrainConfig) -> Rows:
 def _execution(config: TrainConfig, workload: Workload, processes: Processes) -> Execution:
     vision = workload.config.vision
     drops = config.model.method == "lora" and config.lora.dropout
+    keeps = vision is not None and vision.trains == "none" and processes.count == 1
     return Execution(
         router_losses=config.model.router_losses,
         neftune_alpha=config.model.neftune_alpha,
         noise_seed=config.data.seed if drops or config.model.neftune_alpha else None,
         fp8_max_error=config.model.fp8_max_error,
-        keeps_features=vision is not None
-        and vision.trains == "none"
-        and config.model.image_features != "off"
-        and processes.count == 1,
+        image_features=config.model.image_features if keeps else "off",
     )
 
 

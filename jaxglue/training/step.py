@@ -321,12 +321,20 @@ def prepare_steps(
 def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
     """Let a run's batches have features of images, made once, where its tower is frozen; else it runs in each step."""
     run, vision = parts.run, parts.run.model.vision
-    if not isinstance(run, Run) or vision is None or not run.execution.keeps_features:
+    if not isinstance(run, Run) or vision is None or run.execution.image_features == "off":
         return
     for reader in run.data.readers:
         reader.kept.clear()
-    more = run.data.stream is not None
-    parts.features = ImageFeatures(parts.executor, trainable, frozen, parts.mesh, run.data.readers, more=more)
+    parts.features = ImageFeatures(
+        parts.executor,
+        trainable,
+        frozen,
+        parts.mesh,
+        run.data.readers,
+        more=run.data.stream is not None,
+        cache=run.cache,
+        on_disk=run.execution.image_features == "disk",
+    )
     for batches in (run.batches, run.eval_batches):
         if batches is not None:
             batches.see = parts.features

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from selection import thorough
+from tiny_runs import make_seeing
 
 from jaxglue.hf.merge import export_adapter
 from jaxglue.serve.config import EvaluateConfig
 from jaxglue.serve.measured import measure_rows
 from jaxglue.settings.recipe import from_settings
+from jaxglue.training import features, step
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.train import train
@@ -25,14 +27,7 @@ QUICKSTART = Path(__file__).parents[2] / "jaxglue" / "recipes" / "quickstart"
 def folder(tmp_path_factory):
     """A smaller model, and the first pictures."""
     folder = tmp_path_factory.mktemp("seeing")
-    shutil.copytree(QUICKSTART / "seeing", folder / "model")
-    raw = json.loads((folder / "model" / "config.json").read_text())
-    raw["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    raw["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "linear_num_value_heads": 2}
-    raw["text_config"] |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    raw["vision_config"] |= {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
-    raw["vision_config"]["out_hidden_size"] = 32
-    (folder / "model" / "config.json").write_text(json.dumps(raw))
+    make_seeing(folder / "model")
     lines = (QUICKSTART / "pictures.jsonl").read_text().splitlines()[:10]
     texts = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A red cross."}]}]
     (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *map(json.dumps, texts)]))
@@ -85,6 +80,41 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
     for name in base:
         if name.startswith("model.visual."):
             np.testing.assert_array_equal(base[name], merged[name])
+
+
+@thorough("training/test_feature_files.py")
+@pytest.mark.parametrize("fills_memory", [False, True])
+def test_features_on_disk_are_those_of_memory_whatever_is_damaged(folder, tmp_path, monkeypatch, caplog, fills_memory):
+    """Later runs compute none but those of damaged files, and end with the same losses to the bit."""
+    made, see_images = [], step.see_images
+
+    def see(parts, *trees):
+        see_images(parts, *trees)
+        made.append(parts.features)
+
+    monkeypatch.setattr(step, "see_images", see)
+    common = {"steps": 4, "epochs": 1, "cache_dir": str(tmp_path / "cache")}
+    _, expected = run(folder, tmp_path / "memory", **common)
+    assert not list((tmp_path / "cache").glob("features-*"))
+    if fills_memory:
+        monkeypatch.setattr(features, "available_memory", lambda: 2 * made[0].planned - 2)
+    else:
+        common["image_features"] = "disk"
+    _, losses = run(folder, tmp_path / "first", **common)
+    files = sorted((tmp_path / "cache").glob("features-*/*"))
+    assert losses == expected and len(files) == made[-1].computed > 4
+    assert sum(path.stat().st_size - 32 for path in files) == made[-1].planned >= made[-1].bytes
+    data = bytearray(files[2].read_bytes())
+    data[100] ^= 4
+    files[2].write_bytes(data)
+    files[3].unlink()
+    _, losses = run(folder, tmp_path / "second", **common)
+    assert losses == expected and made[-1].computed == 2
+    assert [line.message for line in caplog.records if "damaged" in line.message] == [
+        f"{files[2]} is damaged: the features of its image are computed again"
+    ]
+    run(folder, tmp_path / "smaller", **common, image_max_tokens=8)
+    assert made[-1].computed == len(files)
 
 
 @thorough("training/test_vision_steps.py")
