@@ -28,6 +28,7 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.rollouts import RolloutObjective
+from jaxglue.planner.workload import tree_bytes
 from jaxglue.rl.prompts import PromptImage
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
@@ -130,7 +131,7 @@ class TrainedPolicy:
         """Layers of a snapshot whose matrices for FP8 products are multiplied so; None for those of training."""
         self._other: tuple[jax.Device, Params] | None = None
         """Device that samples in place of the one that trains, with the frozen weights."""
-        reserved = self._share_devices() if plan.config.staleness else 0.0
+        reserved = self._share_devices(plan.config.staleness) if plan.config.staleness else 0
         rounds = run.schedule.total_steps // plan.window
         self._sample = Sampler(
             self._engine,
@@ -147,17 +148,18 @@ class TrainedPolicy:
         self._reference = jax.tree.map(jnp.copy, state.trainable) if copied else None
         self._teacher = None if run.teacher is None else make_teacher(run.teacher, parts, state)
 
-    def _share_devices(self) -> float:
-        """Let a second device sample, if there is one, else by turns with training; return the bytes that this needs.
+    def _share_devices(self, staleness: int) -> int:
+        """Let a second device sample, if there is one, else by turns with training; return the bytes that others need.
 
-        They are those that the plan of training takes beside what is there.
+        They are those of further snapshots, and on one device what the plan of training takes beside what is there.
         """
+        snapshots = staleness * tree_bytes(self.state.trainable)
         if len(devices := jax.local_devices()) > 1:
             self._other = devices[1], jax.device_put(self.state.frozen, devices[1])
-            return 0
+            return snapshots
         self._parts.executor.takes_turns = True
         use = (devices[0].memory_stats() or {}).get("bytes_in_use", 0)
-        return max(self._parts.run.remat.device_bytes - use, 0)
+        return snapshots + max(self._parts.run.remat.device_bytes - use, 0)
 
     def snapshot(self) -> "TrainedPolicy":
         """Return the present weights as a policy of their own, which writes answers while training changes these."""
