@@ -70,7 +70,6 @@ class RolloutConfig(Config):
     staleness: Annotated[
         int,
         Range(ge=0, le=64),
-        Alias("max_staleness", "max_off_policy_steps", "max_steps_off_policy"),
         Excludes("exact_sampling", "answers are of older weights", _is_on),
         Excludes("drafts", "the draft head is beside the weights that train", lambda drafts: drafts != "off"),
         Excludes("importance_sampling_mode", "it corrects for older weights", lambda mode: mode == "none"),

@@ -236,6 +236,8 @@ def test_older_weights_differ_from_the_present_ones_as_training_tells(make_run, 
         runs[name] = make_run(**changes, learning_rate=rate, output=tmp_path / name)
         train(runs[name])
     assert rollouts(runs["still"]) == rollouts(runs["turns"]) != rollouts(runs["moving"])
+    with pytest.raises(ValueError, match="--importance-sampling-mode none is not for --staleness 1: it corrects"):
+        make_run(staleness=1, importance_sampling_mode="none")
     metrics = read_metrics(runs["moving"].run.output / "metrics.jsonl")
     assert [values["staleness"] for values in metrics] == [0, 1, 1]
     first, *others = (values["sampling/sampling_logp_difference/mean"] for values in metrics)
@@ -324,6 +326,7 @@ def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distilla
         ({"router_z_loss": 0.1}, "--router-z-loss is not for --objective distill: its losses are no means over tokens"),
         ({"teacher_system": "The hint is {key}."}, r"answered.jsonl:1: --teacher-system: no column 'key' in the row"),
         ({"dynamic_sampling": True}, "--dynamic-sampling is not for --objective distill: it chooses prompts by their"),
+        ({"staleness": 1}, "--staleness is not for --objective distill: it corrects for no older weights"),
         ({"documents_per_step": 4}, "--documents-per-step is not for --objective distill: --generation-batch-size has"),
         ({"objective": "grpo", "teacher": None, "reward": ("exact",)}, "--teacher-system is not for --objective grpo"),
         ({"teacher_system": "A set {"}, r"answered.jsonl:1: --teacher-system: .*and \{\{ and \}\} for braces"),
