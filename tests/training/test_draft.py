@@ -41,7 +41,7 @@ def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_
     assert summary.drafts["trained"]["sampled"] > summary.drafts["folder's"]["sampled"]
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     drafts = losses(tmp_path / "run", "draft_loss")
-    assert len(drafts) == 6 and drafts[-1] < drafts[0] - 0.05
+    assert len(drafts) == 6 and drafts[-1] < 0.9 * drafts[0]
     adapters = (load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("plain", "run"))
     first, second = adapters
     for name, tensor in first.items():
