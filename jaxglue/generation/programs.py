@@ -466,10 +466,8 @@ class EnginePrograms:
         kept, S = slots.kept, len(slots.live)
         own = jnp.where(kept > 0, jnp.arange(S), S - 1)  # others may have a prompt's states already
         places = Places(pages=(), offsets=jnp.zeros_like(kept), slots=own, windows=())
-        rope, x = (
-            self._config.rope_tables(slots.positions[None]),
-            jnp.zeros((1, S, self._config.stream_width), self._dtype),
-        )
+        rope = self._config.rope_tables(slots.positions[None])
+        x = jnp.zeros((1, S, self._config.stream_width), self._dtype)  # which nothing reads
         cursor = Cursor(places=places, tables=(), slots=own, positions=slots.positions, rope=rope, kept=kept)
         caches = list(caches)
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from jaxglue.data.batch import Batch
 from jaxglue.engine.compiler import jit_step, products_of
 from jaxglue.engine.executor import Executor
-from jaxglue.engine.head_values import HeadValues
 from jaxglue.engine.layer import add_trees
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.draft import find_draft, load_draft, published_tensors
@@ -25,7 +24,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
-from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.cross_entropy import cap_logits, linear_divergences
 from jaxglue.ops.projection import project
 from jaxglue.planner.workload import Workload
 from jaxglue.training.config import TrainConfig
@@ -198,10 +197,17 @@ class DraftSteps:
         return found if sums is None else (tuple(map(jnp.add, sums[0], found[0])), add_trees(sums[1], gradients))
 
     def _loss(self, head, frozen, parts: Parts, x, batch: Batch) -> tuple[Array, Array]:
-        """Return Σ weight · cross-entropy of drafts, and Σ weight."""
-        drafts, drafted, output, _ = self._draft(head, frozen, parts, x, batch)
-        values = HeadValues(with_low_rank(output, drafts), output, drafted, softcap=self._softcap)
-        return values.cross_entropy, drafted.loss_weights.sum()
+        """Return Σ weight · divergence of the head's distributions from the model's for the same tokens, and Σ weight.
+
+        A draft is accepted where it is the model's choice: the model's distribution says more of that than the data's
+        token does.
+        """
+        drafts, drafted, output, hidden = self._draft(head, frozen, parts, x, batch)
+        weights, matrix = drafted.loss_weights.reshape(-1), extended_matrix(output)
+        own, model = (with_low_rank(output, states) for states in (drafts, _following(hidden)))
+        counted, cap = (weights > 0).astype(jnp.float32), self._softcap
+        each = linear_divergences(own, matrix, model, matrix, counted, beta=0.0, softcap=cap, teacher_softcap=cap)
+        return (each * weights).sum(), weights.sum()
 
     def _draft(self, head, frozen, parts: Parts, x, batch: Batch):
         """Return the head's states [B·T, D], the batch of what they predict, the output module, and the model's."""
@@ -225,7 +231,7 @@ class DraftSteps:
     def _agreement(self, head, frozen, parts: Parts, x, batch: Batch) -> Float[Array, " 3"]:
         """Return Σ over drafts that count of Σ min(p, q), and of equal largest logits, and their number."""
         drafts, drafted, output, hidden = self._draft(head, frozen, parts, x, batch)
-        rows = drafts, jnp.roll(hidden, -1, axis=1).reshape(drafts.shape)
+        rows = drafts, _following(hidden)
         counted, matrix = drafted.loss_weights.reshape(-1) > 0, extended_matrix(output)
         size = len(counted)
         padded = [jnp.pad(y, ((0, -size % _CHUNK), *((0, 0),) * (y.ndim - 1))) for y in (*rows, counted)]
@@ -244,6 +250,11 @@ class DraftSteps:
     @property
     def _softcap(self) -> float | None:
         return self._run.model.scales.logit_softcap
+
+
+def _following(hidden: Float[Array, "B T D"]) -> Float[Array, "B*T D"]:
+    """Return the model's state of the next token for each."""
+    return jnp.roll(hidden, -1, axis=1).reshape(-1, hidden.shape[2])
 
 
 def drafted_batch(batch: Batch) -> Batch:
