@@ -115,6 +115,15 @@ def _makes(exact: bool) -> partial[Program]:
     return jit_step if exact else _jit
 
 
+def _rounded(path: tuple[Any, ...], weight: Array, *, dtype) -> Array:
+    """Return an adapter's first matrix in the activations' dtype, in which products take it; other weights as given.
+
+    Those of experts, whose copies take memory, are rounded as they are read.
+    """
+    name = jax.tree_util.keystr(path)
+    return weight.astype(dtype) if "lora_A" in name and "experts" not in name else weight
+
+
 class CachedLayer:
     """The compiled prefill, decode step and extension of one layer type; all update the cache in place.
 
@@ -374,6 +383,8 @@ class EnginePrograms:
         **options: Any,
     ):
         step, begin, end = self._steps_of(drafts)
+        if self.exact:  # its layers leave to XLA what kernels of few rows do as they read
+            trees = jax.tree_util.tree_map_with_path(partial(_rounded, dtype=self._dtype), trees)
 
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop

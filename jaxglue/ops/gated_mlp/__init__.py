@@ -151,7 +151,7 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=exact)
     low_rank = used_ranks(low_rank, conditions)
     (product,) = multiply(y, parts[2:], conditions)
-    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK))
+    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK), conditions)
 
 
 def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:

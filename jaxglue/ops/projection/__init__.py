@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from jaxglue.ops import names
+from jaxglue.ops import backend, names
 from jaxglue.ops.backend import Capability, Operation, form
 from jaxglue.ops.collectives import axis_size, reduce_from
 from jaxglue.ops.projection.call import (
@@ -31,7 +31,7 @@ from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
-from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, shrink
+from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, lora_sums, shrink
 from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
@@ -142,8 +142,26 @@ def _apply_separately(x, projections: Sequence[Projection], conditions, stream) 
     assert not isinstance(x, FP8Rows)
     products, low_rank = base_products(x, projections, conditions)
     if stream is not None:
-        return [add_to_stream(stream, projections[0], products[0], low_rank)]
+        return [add_to_stream(stream, projections[0], products[0], low_rank, conditions)]
+    if low_rank is not None and _added_at_once(projections, conditions):
+        return _add_biases(projections, _add_at_once_in_order(projections, products, low_rank))
     return _add_adapters(projections, products, low_rank)
+
+
+def _added_at_once(projections: Sequence[Projection], conditions) -> bool:
+    """Return whether adapters' products are added in one launch, which takes no gradients, in training's order."""
+    adapters = [projection.adapter for projection in projections]
+    if not StaticConditions.of(conditions).in_one_order or any(a is None or a.magnitude is not None for a in adapters):
+        return False
+    if "sums of several adapters" in backend.UNTRIED and backend.compute_capability() is not None:
+        return False
+    return len({adapter.A.shape[0] for adapter in adapters if adapter is not None}) == 1
+
+
+def _add_at_once_in_order(projections: Sequence[Projection], products, low_rank, stream=None) -> list[Array]:
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    matrices, factors = [adapter.B for adapter in adapters], [adapter.scale for adapter in adapters]
+    return lora_sums(products, low_rank, matrices, factors, stream)
 
 
 def _apply_served(x, projections: Sequence[Projection], conditions: Conditions, stream) -> list[Array]:
@@ -300,6 +318,7 @@ def add_to_stream(
     projection: Projection,
     product: Float[Array, "*B out"],
     low_rank: Float[Array, "*B R"] | None,
+    conditions: Conditions | None = None,
 ) -> Float[Array, "*B out"]:
     """Return the residual stream plus the product with a projection's weight, its adapter's product, and its bias.
 
@@ -308,8 +327,11 @@ def add_to_stream(
         projection: of the product.
         product: the product with the weight alone.
         low_rank: the input at the adapter's ranks; None without an adapter.
+        conditions: of the layer; None where gradients may be taken.
     """
     add = RESIDUAL_SUM.load(ResidualSumCall(projection=projection)) or _add_separately
+    if add is _add_at_once and conditions is not None and _added_at_once([projection], conditions):
+        return _add_at_once_in_order([projection], [product], low_rank, stream)[0]
     return add(stream, projection, product, low_rank)
 
 

@@ -4,6 +4,8 @@ A matrix of a few ranks cannot fill tensor cores, so all of these are bound by t
 call has no use for is None, and its part of the kernel is not compiled.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -80,6 +82,58 @@ def product_kernel(
     if addend is not None:
         product += tl.load(addend + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumsSpec:
+    """Constants of `sums_kernel`."""
+
+    M: int
+    R: int
+    stride: int
+    widths: tuple[int, ...]
+    """Columns of each product."""
+    firsts: tuple[int, ...]
+    """First program of each."""
+    factors: tuple[float, ...]
+    block_m: int
+    block_n: int
+    block_r: int
+    precision: str
+
+
+@triton.jit
+def sums_kernel(low_rank, matrices, products, stream, outs, spec: tl.constexpr):
+    """Compute products_i [M, N_i] + low_rank_i·(factor_i · matrix_i)ᵀ of several adapters (+ stream).
+
+    low_rank [M, STRIDE] has all adapters' ranks, R each, matrices [N_i, R] are in float32. An adapter's product is
+    rounded by itself where no stream is added, as are those of `product_kernel`, whose bits these have. Grid
+    (Σ N_i / BLOCK_N, M / BLOCK_M).
+    """
+    COUNT: tl.constexpr = len(spec.widths)
+    for i in tl.static_range(COUNT):
+        tile = tl.program_id(0) - spec.firsts[i]
+        if (tile >= 0) & (tile * spec.block_n < spec.widths[i]):
+            N: tl.constexpr = spec.widths[i]
+            rows, ranks = tl.program_id(1) * spec.block_m + tl.arange(0, spec.block_m), tl.arange(0, spec.block_r)
+            columns = tile * spec.block_n + tl.arange(0, spec.block_n)
+            at, mask = (
+                rows[:, None].to(tl.int64) * N + columns[None, :],
+                (rows < spec.M)[:, None] & (columns < N)[None, :],
+            )
+            inside = (rows < spec.M)[:, None] & (ranks < spec.R)[None, :]
+            first = rows[:, None] * spec.stride + i * spec.R
+            of_adapter = tl.load(low_rank + first + ranks[None, :], mask=inside, other=0.0)
+            inside = (columns < N)[:, None] & (ranks < spec.R)[None, :]
+            matrix = tl.load(matrices[i] + columns[:, None] * spec.R + ranks[None, :], mask=inside, other=0.0)
+            factor = (matrix * spec.factors[i]).to(of_adapter.dtype)
+            total = tl.dot(of_adapter, tl.trans(factor), input_precision=spec.precision)
+            if stream is None:
+                total = total.to(of_adapter.dtype).to(tl.float32)
+            total += tl.load(products[i] + at, mask=mask, other=0.0).to(tl.float32)
+            if stream is not None:
+                total += tl.load(stream + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(outs[i] + at, total.to(of_adapter.dtype), mask=mask)
 
 
 @triton.jit

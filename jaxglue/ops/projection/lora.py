@@ -32,6 +32,16 @@ class LoraBackend(Protocol):
     def add_product(self, x, y, low_rank, matrix) -> Float[Array, "M N"]:
         """Return x + y + low_rank·matrixᵀ in x's dtype."""
 
+    def sums(
+        self,
+        products: Sequence[Float[Array, "M N"]],
+        low_rank,
+        matrices,
+        factors: Sequence[float],
+        stream: Float[Array, "M N"] | None = None,
+    ) -> list[Float[Array, "M N"]]:
+        """Return the sums of `lora_sums`."""
+
     def gradients(
         self, dy, matrix, low_rank, first: int, quantizer: Quantizer | None = None
     ) -> tuple[Float[Array, "M R"], Float[Array, "N R"], Float[Array, "M N"] | None]:
@@ -59,6 +69,14 @@ class ReferenceLora:
     def add_product(self, x, y, low_rank, matrix):
         """See `LoraBackend`."""
         return x + (y + self.product(low_rank, matrix, 0))
+
+    def sums(self, products, low_rank, matrices, factors, stream=None):
+        """See `LoraBackend`."""
+        ups = [matrix if factor == 1.0 else factor * matrix for matrix, factor in zip(matrices, factors, strict=True)]
+        if stream is not None:
+            return [self.add_product(stream, products[0], low_rank, ups[0])]
+        firsts = zip(products, ups, first_ranks(ups), strict=True)
+        return [product + self.product(low_rank, up, first) for product, up, first in firsts]
 
     def gradients(self, dy, matrix, low_rank, first: int, quantizer=None):
         """See `LoraBackend`."""
@@ -197,6 +215,30 @@ def _expand_gradients(
 
 
 _expand.defvjp(_expand_forward, _expand_backward)
+
+
+def lora_sums(
+    products: Sequence[Float[Array, "*B out"]],
+    low_rank: Float[Array, "*B ranks"],
+    matrices: Sequence[Float[Array, "out R"]],
+    factors: Sequence[float],
+    stream: Float[Array, "*B out"] | None = None,
+) -> list[Float[Array, "*B out"]]:
+    """Compute productsᵢ + low_rankᵢ·(factorᵢ · matrixᵢ)ᵀ in one launch, with the bits of `lora_expand` and a sum.
+
+    With a stream, of one adapter, those of `lora_add`. Not differentiable.
+
+    Args:
+        products: with weights alone.
+        low_rank: the input projected to the ranks of all adapters, as many of each.
+        matrices: the adapters' second matrices in float32.
+        factors: of these.
+        stream: the residual stream.
+    """
+    *rows, ranks = [array.reshape(-1, array.shape[-1]) for array in (*products, low_rank)]
+    flat = None if stream is None else stream.reshape(-1, stream.shape[-1])
+    sums = _implementation(low_rank, matrices).sums(rows, ranks, matrices, factors, flat)
+    return [total.reshape(product.shape) for total, product in zip(sums, products, strict=True)]
 
 
 def lora_straight_through(

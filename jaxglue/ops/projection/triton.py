@@ -1,5 +1,6 @@
 """Launches of the kernels in `kernels.py`, and their tile sizes, measured on an H200."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,24 @@ class TritonLora(Launcher):
         arrays, out_type = (low_rank, matrix, base, rows, columns, addend), jax.ShapeDtypeStruct((M, N), low_rank.dtype)
         compiled, cost = (tiles.num_warps, tiles.num_stages), KernelCost(kind=KernelKind.ROWS, flops=2 * M * N * R)
         return self._launch(kernels.product_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost)[0]
+
+    def sums(self, products, low_rank, matrices, factors, stream=None):
+        """See `LoraBackend`."""
+        (M, stride), R, tiles = low_rank.shape, matrices[0].shape[1], self.product_tiles
+        widths = tuple(product.shape[1] for product in products)
+        *firsts, programs = itertools.accumulate((triton.cdiv(N, tiles.block_n) for N in widths), initial=0)
+        blocks = {"block_m": tiles.block_m, "block_n": tiles.block_n, "block_r": rank_lanes(R)}
+        sizes: dict[str, Any] = {"M": M, "R": R, "stride": stride, "precision": dot_precision(low_rank.dtype)}
+        spec = kernels.SumsSpec(widths=widths, firsts=tuple(firsts), factors=tuple(factors), **sizes, **blocks)
+        outs = tuple(jax.new_ref(jax.lax.empty((M, N), low_rank.dtype)) for N in widths)
+        arrays, grid = (
+            (low_rank, tuple(matrices), tuple(products), stream, outs),
+            (programs, triton.cdiv(M, tiles.block_m)),
+        )
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * sum(widths) * R)
+        compiled = tiles.num_warps, tiles.num_stages
+        self._launch(kernels.sums_kernel, arrays, (), grid, {"spec": spec}, *compiled, cost=cost)
+        return [jax.freeze(out) for out in outs]
 
     def gradients(self, dy, matrix, low_rank, first: int, quantizer: Quantizer | None = None):
         """See `LoraBackend`."""

@@ -1,6 +1,7 @@
 """Products of adapters side by side: kernels and matmuls against the definition."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.lora import (
     LORA,
+    LoraCall,
     lora_add,
     lora_expand,
     lora_expand_gradients_in_fp8,
@@ -77,6 +79,38 @@ def test_sums_are_rounded_once(interpreted):
         got = lora_add(x, y, hidden, matrix)
     wide = [array.astype(jnp.float32) for array in (x, y, hidden, matrix.astype(jnp.float16))]
     assert jnp.array_equal(got, (wide[0] + wide[1] + wide[2] @ wide[3].T).astype(jnp.float16))
+
+
+def sums_and_their_parts(backend, dtype, stream: bool):
+    """Return sums of one launch or of an adapter onto the stream, and the same by launches of their own."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)  # noqa: E731
+    M, R, factor, widths = 70, 8, 0.7, (96,) if stream else (96, 40, 130)
+    low_rank = (3 * draw(0, M, R * len(widths))).astype(dtype)
+    matrices = [draw(i + 1, N, R) for i, N in enumerate(widths)]
+    products = [draw(i + 5, M, N).astype(dtype) for i, N in enumerate(widths)]
+    x = draw(9, M, widths[0]).astype(dtype) if stream else None
+    got = jax.jit(lambda *a: backend.sums(*a, [factor] * len(widths), x))(products, low_rank, matrices)
+    if stream:
+        return got, [jax.jit(backend.add_product)(x, products[0], low_rank, factor * matrices[0])]
+    parts = [jax.jit(partial(backend.product, first=i * R))(low_rank, factor * m) for i, m in enumerate(matrices)]
+    return got, [product + part for product, part in zip(products, parts, strict=True)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_interpreted_sums_have_the_bits_of_launches_of_their_own(stream, interpreted):
+    from jaxglue.ops.projection.triton import TritonLora
+
+    kernels = interpreted(TritonLora)(compute_capability=90)
+    for got, want in zip(*sums_and_their_parts(kernels, jnp.float16, stream), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", [False, True])
+def test_sums_have_the_bits_of_launches_of_their_own_on_a_gpu(stream):
+    kernels = LORA.load(LoraCall(dtype=jnp.dtype(jnp.bfloat16), rank=8))
+    for got, want in zip(*sums_and_their_parts(kernels, jnp.bfloat16, stream), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 def test_sum_of_other_shapes_is_refused():

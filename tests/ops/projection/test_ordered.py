@@ -10,6 +10,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.engine.compiler import STEP_OPTIONS
+from jaxglue.ops import backend
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection, project
@@ -165,6 +166,25 @@ def test_products_compile_in_one_launch(h200):
         with tracing_for((9, 0)):
             compiled = jax.jit(ordered_products).lower(shaped(rows, 4096), weights).compile()
         assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+
+
+def test_adapters_of_one_input_take_one_launch_more(h200, monkeypatch):
+    monkeypatch.setattr(backend, "UNTRIED", set())
+    heads = [projection(10 * i, N, 256, 16) for i, N in enumerate((256, 128, 128))]
+    arrays = [(p.weight, p.adapter.A, p.adapter.B) for p in heads]
+    shaped = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=h200)  # noqa: E731
+
+    def run(x, arrays):
+        adapters = [LowRankAdapter(A=A, B=B, scale=0.5) for _, A, B in arrays]
+        projections = [
+            Projection(weight=own[0], adapter=adapter) for own, adapter in zip(arrays, adapters, strict=True)
+        ]
+        return adapted_projection(x, projections, Exact())
+
+    x = jax.ShapeDtypeStruct((1, 64, 256), jnp.bfloat16, sharding=h200)
+    with tracing_for((9, 0)):
+        compiled = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile()
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 2
 
 
 @pytest.mark.gpu
