@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxglue.generation import window_sizes
-from jaxglue.generation.window_sizes import WindowSizes
+from jaxglue.generation.window_sizes import WindowSizes, WindowTimes
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,24 @@ def test_windows_of_few_answers_are_compiled_for_as_many_as_came():
         windows.wait()
         assert {windows.take(least, True)[0] for least in sizes} == sizes
     assert windows.take(128, True) == (128, "as many") and windows.take(64, True) == (64, "64")
+
+
+def test_times_of_another_kind_of_windows_serve_until_their_own_are_known():
+    times = WindowTimes()
+    usual, rare = WindowSizes(16, times=times), WindowSizes(16, times=times)
+    for windows in (usual, rare):
+        windows.put("all")
+        windows.compile(ThreadPoolExecutor(1), str)
+        windows.wait()
+    for size, seconds in ((8, 1.0), (16, 3.0)):
+        for _ in range(2):
+            usual.note(size, seconds)
+    assert rare.widest(3, as_fast=True) == 8 and rare.seconds(3) is None
+    for size in (8, 16):
+        for _ in range(2):
+            rare.note(size, 5.0)
+    assert rare.widest(3, as_fast=True) == 16 and rare.seconds(3) == 5
+    assert usual.widest(3, as_fast=True) == 8
 
 
 def test_windows_are_filled_up_as_their_times_say(monkeypatch):

@@ -93,7 +93,7 @@ def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(as
     windows = []
 
     def next_window(resting, original=service._batch._scheduler.next):
-        if (work := original(resting)) and not work.fresh:
+        if work := original(resting):
             windows.append(sorted(answer.request is request for answer in work.answers))
         return work
 
@@ -102,6 +102,7 @@ def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(as
     beside, begun = Asker(service), threading.Event()
     beside.ask("many", request, lambda _: begun.set())
     assert begun.wait(60)
+    assert service.running == 3, "further ones begin as windows are filled up"
     for number in range(others):
         beside.ask(f"other {number}", short)
     beside.wait(6 + others)
@@ -161,6 +162,7 @@ def test_programs_of_longer_prompts_are_compiled_once_nobody_asks(assistant):
 
     service._receive = receive
     service.warm_up()
+    assert [sizes.take(2, True)[1] is None for sizes in service._batch._sizes.values()] == [False] * 2, "of both kinds"
     asker = Asker(service)
     asker.ask("a client", Request([5], replace(SAMPLED, max_tokens=16)), lambda _: gate.wait(60))
     before = len(lengths)
