@@ -90,17 +90,21 @@ class Vision(nnx.Module):
         raise NotImplementedError
 
     def pixels(self, patches: Patches) -> Float[Array, "B P C"]:
-        """Return the patches' values, normalized by color, in float32; colors are a patch's outer axis."""
+        """Return the patches' values, normalized by color, in float32; a frame's colors are its outer axis."""
+        frames = patches.values.shape[-1] // (3 * self.config.patch**2)
         mean, std = (
-            jnp.repeat(jnp.asarray(x, jnp.float32), self.config.patch**2) for x in (self.config.mean, self.config.std)
+            jnp.tile(jnp.repeat(jnp.asarray(x, jnp.float32), self.config.patch**2), frames)
+            for x in (self.config.mean, self.config.std)
         )
         return (patches.values.astype(jnp.float32) * jnp.float32(1 / 255) - mean) / std
 
     def convolve(self, patches: Patches, conv: Parameter, dtype: Any) -> Float[Array, "B P W"]:
         """Return the patches' embeddings by a convolution; of one over frames, which are equal in images, their sum."""
-        weight = conv.weight[...].astype(jnp.float32)
-        weight = (weight if weight.ndim == 4 else weight.sum(2)).reshape(weight.shape[0], -1)
-        pixels = self.pixels(patches).astype(dtype)
+        weight, pixels = conv.weight[...].astype(jnp.float32), self.pixels(patches).astype(dtype)
+        if weight.ndim == 5:
+            is_video = pixels.shape[-1] > 3 * self.config.patch**2
+            weight = weight.transpose(0, 2, 1, 3, 4) if is_video else weight.sum(2)
+        weight = weight.reshape(weight.shape[0], -1)
         x = jnp.einsum("bpc,wc->bpw", pixels, weight.astype(dtype), preferred_element_type=jnp.float32)
         return (x if conv.bias is None else x + conv.bias[...]).astype(dtype)
 

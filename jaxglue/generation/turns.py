@@ -15,6 +15,7 @@ from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import Params
+from jaxglue.vision.rows import PromptImages
 
 
 @dataclass(eq=False)
@@ -31,6 +32,8 @@ class Turn:
     """The most tokens."""
     after: "Turn | None" = None
     """The turn whose prompt and tokens the prompt begins with, if it holds its pages."""
+    images: PromptImages | None = None
+    """Of the prompt."""
     holds: bool = False
     """Another turn may go on from it: its pages stay until they are released."""
     sequence: scheduler.Sequence | None = None
@@ -110,5 +113,5 @@ def _request(turn: Turn, sampling: SamplingConfig, last: Request | None) -> Requ
     """Return a turn's request: the last one, where it has the same prompt, so that its pages are shared."""
     after = turn.after.sequence if turn.after is not None else None
     settings = replace(sampling, seed=turn.seed, max_tokens=turn.most)
-    request = Request(turn.prompt, settings, turn.index, holds=turn.holds, after=after)
+    request = Request(turn.prompt, settings, turn.index, images=turn.images, holds=turn.holds, after=after)
     return last if last is not None and after is None and last.prompt is turn.prompt and last == request else request

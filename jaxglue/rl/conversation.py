@@ -8,9 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.images import ImageRules
 from jaxglue.data.template import ChatTemplate, trained_stops
 from jaxglue.text.tool_calls import format_of, parameters_of, schemas_of, split_calls
 from jaxglue.text.tool_formats import BareCalls
+from jaxglue.vision.processor import Grid
 
 Messages = list[dict[str, Any]]
 _TURN = "■"
@@ -30,9 +32,11 @@ class ConversationTemplate:
 
     Args:
         tokenizer: of the model, with a chat template.
+        rules: for the images of prompts; None where there are none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: ImageRules | None = None):
+        self._rules = rules
         self._template, self._tokenizer = ChatTemplate(tokenizer), tokenizer
         self._form = format_of(str(tokenizer.get_chat_template(tools=[])))
         self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in trained_stops(tokenizer)]
@@ -42,14 +46,18 @@ class ConversationTemplate:
         """Return the text of tokens without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def prompt(self, messages: Messages, tools: list[Any] | None) -> list[int]:
-        """Return the tokens of a conversation up to the model's next turn.
+    def prompt(self, messages: Messages, tools: list[Any] | None, grids: Sequence[Grid] = ()) -> list[int]:
+        """Return the tokens of a conversation, with images of these patches, up to the model's next turn.
 
         Raises:
             ValueError: the template refuses it.
         """
         with self._lock:
-            return self._template.encode(self._template.render_prompt(*self._template.protect(messages, tools)))
+            text = self._template.render_prompt(*self._template.protect(messages, tools))
+            if not grids:
+                return self._template.encode(text)
+            assert self._rules is not None
+            return self._rules.encode(self._template, text, grids)[0]
 
     def message(
         self, tokens: Sequence[int], tools: list[Any] | None, turn: int, *, ended: bool, any_tool: bool = False

@@ -24,6 +24,7 @@ from jaxglue.rl.conversation import ConversationTemplate, Messages, conversation
 from jaxglue.rl.episode_process import EpisodeDiedError
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Episode, Sample
+from jaxglue.vision.rows import PromptImages
 
 _SEEDS_APART = 1_000_003
 """Separates the seeds of turns."""
@@ -121,6 +122,10 @@ class OpenEpisode:
     """Among the episodes of the prompt."""
     count: int
     """Episodes of the prompt."""
+    images: PromptImages | None = None
+    """Of the prompt."""
+    stand_in: int | None = None
+    """Token that the model reads in the place of those of images; None for these."""
     content: Messages = field(default_factory=list)
     """Messages of its own prompt."""
     prompts: list[Sequence[int]] = field(default_factory=list)
@@ -169,7 +174,18 @@ class OpenEpisode:
         if turn:  # random keys take 32 bits, and held-out prompts have indices beyond all others
             index, answer = (self.number * self.count + self.answer) % (1 << 32), 0
         after = before if before is not None and before.holds else None
-        return Turn(self.prompts[-1], index, answer, seed + turn * _SEEDS_APART, most, after=after, holds=holds)
+        seed += turn * _SEEDS_APART
+        return Turn(
+            self._read(self.prompts[-1]), index, answer, seed, most, after=after, images=self.images, holds=holds
+        )
+
+    def _read(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return tokens as the model reads them."""
+        if self.images is None or self.stand_in is None:
+            return tokens
+        read = np.array(tokens)
+        read[self.images.places] = self.stand_in
+        return read.tolist()
 
     def sample(self, rewards: Mapping[str, float], *, branches: bool, nothing: int) -> Sample:
         """Return the episode as an answer; tokens of the environment have no log-probability, and do not count.
@@ -271,15 +287,24 @@ class Episodes:
         numbers: of the prompts in the run.
         count: episodes of each.
         seed: of the run.
+        images: of each prompt, or None; none where no prompt has any.
+        stand_in: token that the model reads in the place of those of images.
     """
 
     def __init__(
-        self, environment: Environment, prompts: Sequence[Prompt], numbers: Sequence[int], count: int, seed: int
+        self,
+        environment: Environment,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        count: int,
+        seed: int,
+        images: Sequence[PromptImages | None] = (),
+        stand_in: int | None = None,
     ):
         self.environment, self._seed = environment, seed
         self._all = [
-            OpenEpisode(prompt, number, answer, count)
-            for prompt, number in zip(prompts, numbers, strict=True)
+            OpenEpisode(prompt, number, answer, count, seen, stand_in)
+            for prompt, number, seen in zip(prompts, numbers, images or [None] * len(prompts), strict=True)
             for answer in range(count)
         ]
         self._samples: dict[str, Sample] = {}
@@ -354,13 +379,22 @@ class Episodes:
         episode.added, episode.content, tokens = text, content, episode.prompt.tokens
         if text:
             last = content[-1]
-            if not isinstance(last.get("content"), str):
+            if isinstance(said := last.get("content"), list):
+                said = [*said, {"type": "text", "text": text}]
+            elif isinstance(said, str):
+                said = said + text
+            else:
                 raise EpisodeDiedError("has a text for a last message whose content is no text")
-            episode.content = [*content[:-1], {**last, "content": last["content"] + text}]
-            tokens = self.environment.template.prompt(episode.content, episode.prompt.tools)
+            episode.content = [*content[:-1], {**last, "content": said}]
+            tokens = self._tokens(episode, episode.content)
         if len(tokens) + 1 > self.environment.row:
             raise EpisodeDiedError(f"begins with a prompt of {len(tokens):,} tokens, which leaves none in --seq-len")
         episode.prompts.append(tokens)
+
+    def _tokens(self, episode: OpenEpisode, messages: Messages) -> list[int]:
+        """Return the tokens of messages that begin with those of its prompt."""
+        prompt = episode.prompt
+        return self.environment.template.prompt(messages, prompt.tools, [record.grid for record in prompt.records])
 
     def _room(self, episode: OpenEpisode) -> int:
         """Return the tokens that the next turn may have."""
@@ -417,7 +451,7 @@ class Episodes:
         """Add the tokens of replies; return False where they leave none for another turn."""
         environment, tools, last = self.environment, episode.prompt.tools, episode.parts[-1]
         if environment.branches:
-            tokens = environment.template.prompt([*episode.content, *episode.messages, *replies], tools)
+            tokens = self._tokens(episode, [*episode.content, *episode.messages, *replies])
             if len(tokens) - len(episode.prompts[0]) >= self._most(episode):
                 return False
             episode.prompts.append(tokens)

@@ -21,6 +21,7 @@ from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
 from jaxglue.rl.teachers import ServedTeachers
+from jaxglue.vision.rows import PromptImages
 
 _HELD_OUT = 1 << 30
 """Number of the first held-out prompt, beyond those of all that are trained on."""
@@ -39,6 +40,11 @@ class Policy(Protocol):
         images: Sequence[Sequence[PromptImage]],
     ) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts, to prompts with these images."""
+
+    def see(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+    ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
+        """Return prompts as the model reads them, with the features of their images by the present tower."""
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
@@ -73,10 +79,11 @@ class Writer:
 def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Writer:
     """Return the model as a writer of the plan's answers."""
     environment, config = None, plan.config
+    readers = [data.reader for data in (plan.dataset, plan.held_out) if data is not None and data.reader is not None]
     if config.environment is not None:
         environment = Environment(
             begin=plan.judge.begin,
-            template=ConversationTemplate(tokenizer),
+            template=ConversationTemplate(tokenizer, next((reader.rules for reader in readers), None)),
             any_tool=plan.judge.kinds is not None,
             turns=config.max_turns,
             longest=config.max_completion_length,
@@ -174,13 +181,17 @@ def sample(
     Numbers are the prompts' in the run. The log-probabilities of exact sampling are those of training under the same
     weights.
     """
+    tokens, images = [prompt.tokens for prompt in prompts], [dataset.images_of(prompt) for prompt in prompts]
     if writer.environment is None:
-        tokens, images = [prompt.tokens for prompt in prompts], [dataset.images_of(prompt) for prompt in prompts]
         groups = writer.policy.sample(tokens, numbers, plan.answers, images)
         if plan.tile is None or not plan.objective.needs_old(plan.window):
             return groups
         return [[answer._replace(old=answer.log_probs) for answer in group] for group in groups]
-    with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed) as episodes:
+    seen, stand_in = list[PromptImages | None](), None
+    if any(images):
+        assert dataset.reader is not None
+        seen, stand_in = writer.policy.see(tokens, images)[1], dataset.reader.rules.processor.stand_in
+    with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed, seen, stand_in) as episodes:
         writer.policy.converse(episodes.sources, plan.answers)
         return episodes.samples()
 

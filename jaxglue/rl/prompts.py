@@ -242,8 +242,6 @@ class _Encoder:
             chat = Chat(chat.messages[:-1], chat.tools, chat.trained[:-1], chat.images)
         if self.rules is not None:
             chat = self.rules.attach(chat, media)
-        if chat.images and self._tools is not None:
-            raise ValueError("images in prompts of an --environment are not read yet: leave out such rows")
         completed = with_system(chat, row)
         assert isinstance(completed, Chat)
         chat = completed.with_system(self._system) if self._system else completed

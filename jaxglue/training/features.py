@@ -119,7 +119,12 @@ class ImageFeatures:
         """Yield the features of images by their keys, and keep as many as there is room for."""
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
         merge, align = self._processor.merge**2, self._align
-        for group in _groups(images, shards, self._size, align):
+        groups = (
+            group
+            for same in _of_widths(images)  # in one row with a video's frames, an image's features round otherwise
+            for group in _groups(same, shards, self._size, align)
+        )
+        for group in groups:
             placed = place_rows(pack_patches(group, self._processor, self._size, align), self._mesh)
             values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, self._frozen, placed)))
             for line, row in zip(values, group, strict=True):
@@ -150,6 +155,15 @@ class ImageFeatures:
         self._kept[key] = features
         self.bytes += features.nbytes
         return True
+
+
+def _of_widths(images: Sequence[Image]) -> list[list[Image]]:
+    """Return images, and pairs of a video's frames, by themselves."""
+    by_width = dict[int, list[Image]]()
+    for image in images:
+        assert image.patches is not None
+        by_width.setdefault(image.patches.shape[1], []).append(image)
+    return list(by_width.values())
 
 
 def _features(readers: Sequence[ImageReader]) -> int:

@@ -186,11 +186,11 @@ class TrainedPolicy:
         self._engine.multiply_in_fp8(self._fp8_layers)
         seen: Sequence[PromptImages | None] = [None] * len(prompts)
         if any(images):
-            prompts, seen = self._seen(prompts, images)
+            prompts, seen = self.see(prompts, images)
         groups = self._sample(*self._trees, prompts, seen, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
-    def _seen(
+    def see(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
     ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
         """Return prompts as the model reads them, with the features of their images by the present tower."""

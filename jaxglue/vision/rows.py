@@ -82,7 +82,7 @@ class Image:
     """Stands for its bytes."""
     grid: Grid
     patches: UInt8[np.ndarray, "P C"] | None
-    """None where its features are known."""
+    """Of two frames of a video these after each other; None where its features are known."""
 
     @cached_property
     def cache_key(self) -> tuple:
@@ -311,7 +311,8 @@ def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: in
         size: P.
         align: images begin at multiples of it, with segments of nothing between them.
     """
-    width = 3 * processor.patch**2
+    width = max((image.patches.shape[1] for row in rows for image in row if image.patches is not None), default=0)
+    width = max(width, 3 * processor.patch**2)
     values = np.zeros((len(rows), size, width), np.uint8)
     places = np.zeros((len(rows), size, 4), np.int32)
     places[:, :, 2:] = 1
@@ -320,7 +321,8 @@ def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: in
         for image in row:
             at = slice(start, start + image.grid.patches)
             assert image.patches is not None
-            values[b, at], places[b, at] = image.patches, processor.places(image.grid)
+            repeats = width // image.patches.shape[1]  # a video's frames differ, an image's are the same
+            values[b, at], places[b, at] = np.tile(image.patches, (1, repeats)), processor.places(image.grid)
             start += aligned(image.grid.patches, align)
     lengths = [
         [part for image in row for part in (image.grid.patches, -image.grid.patches % align) if part] for row in rows

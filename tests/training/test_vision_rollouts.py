@@ -76,8 +76,29 @@ def test_a_teacher_sees_the_images_of_the_student(rows, teacher_system):
     assert np.isfinite(losses).all() and (abs(losses[0]) < 1e-5) == (not teacher_system)
 
 
-def test_an_environment_refuses_images(rows, tmp_path):
-    methods = "    def reset(self, **columns):\n        return None\n    def get_reward(self):\n        return 0.0\n"
-    (tmp_path / "rewards.py").write_text(f"class Game:\n{methods}")
-    with pytest.raises(ValueError, match=r"prompts.jsonl:1: images in prompts of an --environment"):
-        rows[1]("run", environment=f"{tmp_path / 'rewards.py'}:Game", reward=[])
+ENVIRONMENTS = """
+def reply(messages):
+    assert isinstance(messages[0]["content"], str) == ("red cross" in str(messages[0]))
+    return [{"role": "user", "content": "Look again."}]
+
+
+class Game:
+    def reset(self, color, **columns):
+        assert not {"images", "image"} & columns.keys()
+        return " Be short."
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+@repeats_parts_of("test_another_picture_is_another_run")
+@pytest.mark.parametrize(("name", "history"), [("reply", "append"), ("reply", "branch"), ("Game", "append")])
+def test_episodes_go_on_from_pictures_as_training_reads_them(rows, tmp_path, name, history):
+    (tmp_path / "rewards.py").write_text(REWARD + ENVIRONMENTS)
+    given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 90}
+    _, metrics = rows[1]("run", history=history, steps=1, **given)
+    assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
+    lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    turns = [len(line["turns"]) for line in lines if not line["origin"].endswith(":4")]  # which has no picture
+    assert max(turns) >= (3 if name == "reply" else 2)
