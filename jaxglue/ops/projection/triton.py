@@ -99,9 +99,9 @@ class TritonLora(Launcher):
         (M, stride), R, tiles = low_rank.shape, matrices[0].shape[1], self.product_tiles
         widths = tuple(product.shape[1] for product in products)
         *firsts, programs = itertools.accumulate((triton.cdiv(N, tiles.block_n) for N in widths), initial=0)
-        blocks = {"block_m": tiles.block_m, "block_n": tiles.block_n, "block_r": rank_lanes(R)}
         sizes: dict[str, Any] = {"M": M, "R": R, "stride": stride, "precision": dot_precision(low_rank.dtype)}
-        spec = kernels.SumsSpec(widths=widths, firsts=tuple(firsts), factors=tuple(factors), **sizes, **blocks)
+        sizes |= {"block_m": tiles.block_m, "block_n": tiles.block_n, "block_r": rank_lanes(R)}
+        spec = kernels.SumsSpec(widths=widths, firsts=tuple(firsts), factors=tuple(factors), **sizes)
         outs = tuple(jax.new_ref(jax.lax.empty((M, N), low_rank.dtype)) for N in widths)
         arrays, grid = (
             (low_rank, tuple(matrices), tuple(products), stream, outs),
