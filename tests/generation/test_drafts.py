@@ -147,7 +147,7 @@ def test_the_number_of_drafts_may_change_with_each_window(family, turns, tiny_mo
 
 
 @pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
-@pytest.mark.parametrize("turns", [(0,), (2, 0), repeat((2,))])
+@pytest.mark.parametrize("turns", [(2, 0), repeat((0,)), repeat((2,))])
 def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model, monkeypatch):
     model, _, head, drafted = made(family, tiny_model, vocab_size=6)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
