@@ -13,10 +13,11 @@ from jaxtyping import Int, Int32
 
 from jaxglue.data.messages import Chat, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
-from jaxglue.vision.images import MAX_PIXELS, image_source
+from jaxglue.vision.images import MAX_PIXELS, ImageSource, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
 from jaxglue.vision.rows import Image, RowImages, image_positions
+from jaxglue.vision.videos import frame_pairs
 
 if TYPE_CHECKING:
     from jaxglue.data.store import TokenStore
@@ -57,8 +58,28 @@ class ImageRules:
         if waiting != len(media):
             raise ValueError(f"the row has {len(media)} images in its columns, and {waiting} places for them")
         next_images = iter(media)
-        sources = (next(next_images) if image is None else image for image in chat.images)
-        return chat._replace(images=tuple(image_source(value, self.folder) for value in sources))
+        sources = [next(next_images) if image is None else image for image in chat.images]
+        chat = self._with_frames(chat._replace(images=tuple(sources)))
+        images = (each if isinstance(each, ImageSource) else image_source(each, self.folder) for each in chat.images)
+        return chat._replace(images=tuple(images))
+
+    def _with_frames(self, chat: Chat) -> Chat:
+        """Return a chat with the times and frames of its videos, as Qwen's processors write them."""
+        sources, images, messages = iter(chat.images), list[Any](), list[dict[str, Any]]()
+        for message in chat.messages:
+            parts = list[dict[str, Any]]()
+            for part in message["content"] if isinstance(message["content"], list) else []:
+                if part["type"] != "video":
+                    parts.append(part)
+                    images += [next(sources)] if part["type"] == "image" else []
+                    continue
+                if not self.positions:
+                    raise ValueError("videos are read by Qwen's models alone: give some frames as images")
+                for time, frames in frame_pairs(next(sources), self.folder):
+                    parts += [{"type": "text", "text": time}, {"type": "image"}]
+                    images.append(frames)
+            messages.append({**message, "content": parts} if parts else message)
+        return chat._replace(messages=messages, images=tuple(images))
 
     def expand(self, pieces: Sequence[tuple[str, bool]], grids: Sequence[Grid]) -> list[tuple[str, bool]]:
         """Return the pieces of a rendered chat with the tokens of its images in their places.

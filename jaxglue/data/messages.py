@@ -35,7 +35,8 @@ class Chat(NamedTuple):
     trained: list[bool | None]
     """For each message, whether the row says to train on it; None if it says nothing."""
     images: tuple[Any, ...] = ()
-    """Images in their order; of messages as they are read, None for those that a column of the row has."""
+    """Images in their order; of messages as they are read, None for those that a column of the row has, and parts that
+    are videos."""
 
     def with_system(self, text: str) -> "Chat":
         """Return the chat with a system message, unless it begins with one."""
@@ -184,13 +185,16 @@ def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return the text of a content, or its parts where there are images, which are appended."""
-    if images is None or not isinstance(content, list) or not any(map(is_image, content)):
+    if images is None or not isinstance(content, list) or not any(is_image(part) or is_video(part) for part in content):
         return _text(content, role)
     parts = list[dict[str, Any]]()
     for part in content:
         if is_image(part):
             images.append(next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None))
             parts.append({"type": "image"})
+        elif is_video(part):
+            images.append(part)
+            parts.append({"type": "video"})
         elif text := _part(part, role):
             parts.append({"type": "text", "text": text})
     return parts
@@ -204,6 +208,11 @@ _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
 def is_image(part: Any) -> bool:
     """Return whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
+
+
+def is_video(part: Any) -> bool:
+    """Return whether a part of a message's content is a video."""
+    return isinstance(part, dict) and part.get("type") == "video"
 
 
 def _text(content: Any, role: str) -> str:

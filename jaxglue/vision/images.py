@@ -25,6 +25,10 @@ MAX_PIXELS = 2**27
 """Most pixels of an image: its header is read before it is decoded."""
 MAX_RATIO = 200
 """Most times that one side is longer than the other."""
+MAX_FRAMES = 768
+"""Most frames of a video."""
+_PAIR = b"jaxglue: two frames\n"
+"""Begins two frames of a video, the first one behind its length."""
 _DATA_URL = "data:"
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
@@ -124,6 +128,44 @@ def _decoded(text: str) -> bytes:
         raise ValueError(f"an image in base64 that cannot be decoded: {error}") from error
 
 
+def join_frames(first: bytes, second: bytes) -> bytes:
+    """Return two frames of a video as the bytes of one image."""
+    return _PAIR + len(first).to_bytes(8, "big") + first + second
+
+
+def frames_of(data: bytes) -> list[bytes]:
+    """Return the frames of an image: itself, or the two that were joined."""
+    if not data.startswith(_PAIR):
+        return [data]
+    begin = len(_PAIR) + 8
+    end = begin + int.from_bytes(data[len(_PAIR) : begin], "big")
+    return [data[begin:end], data[end:]]
+
+
+def animation_frames(data: bytes, rate: float) -> list[bytes]:
+    """Return the frames of an animation that are seen at multiples of 1 / `rate` seconds, as PNG files.
+
+    Raises:
+        ValueError: no image, one out of bounds, a damaged one, or too many frames.
+    """
+    image, frames, end, number = _opened(data, MAX_PIXELS), list[bytes](), 0.0, 0
+    try:
+        while True:
+            image.seek(number)
+            end += (image.info.get("duration") or 100) / 1000
+            if len(frames) / rate < end:
+                image.convert("RGB").save(stored := io.BytesIO(), "PNG")
+                while len(frames) / rate < end - 1e-9:
+                    if len(frames) == MAX_FRAMES:
+                        raise ValueError(f"more than {MAX_FRAMES} frames at {rate:g} a second: give a lower 'fps'")
+                    frames.append(stored.getvalue())
+            number += 1
+    except EOFError:
+        return frames
+    except (OSError, SyntaxError, IndexError, MemoryError) as error:
+        raise ValueError(f"a damaged animation: {' '.join(str(error).split())[:200]}") from error
+
+
 def digest_of(data: bytes) -> bytes:
     """Return 16 bytes that stand for an image's bytes."""
     return hashlib.sha256(data).digest()[:16]
@@ -150,12 +192,12 @@ _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return (height, width) of an image as it is seen, from its header.
+    """Return (height, width) of an image as it is seen, or of a pair's first frame, from its header.
 
     Raises:
         ValueError: no image, or one out of bounds.
     """
-    image = _opened(data, max_pixels)
+    image = _opened(frames_of(data)[0], max_pixels)
     width, height = image.size
     return (width, height) if _orientation(image) in _TURNED else (height, width)
 
@@ -168,14 +210,14 @@ def _orientation(image: "Image") -> int:
 
 
 def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Decode an image to 8-bit RGB, turned as its EXIF data say; the first frame of an animated one.
+    """Decode an image to 8-bit RGB, turned as its EXIF data say; the first frame of an animated one or a pair.
 
     Raises:
         ValueError: no image, one out of bounds, or a damaged one.
     """
     from PIL import Image, ImageOps
 
-    image = _opened(data, max_pixels)
+    image = _opened(frames_of(data)[0], max_pixels)
     turned = _orientation(image) != 1
     try:
         image.load()

@@ -11,7 +11,7 @@ from jaxtyping import Int32, UInt8
 
 from jaxglue.files.json_file import read_json
 from jaxglue.parts import Registry
-from jaxglue.vision.images import read_image
+from jaxglue.vision.images import frames_of, read_image
 
 DEFAULT_TOKENS = 2048
 """Most tokens of an image where no setting names them: model files allow up to 16,384, for which towers take long."""
@@ -101,11 +101,15 @@ class Processor:
         return self.token * self.tokens(grid)
 
     def patches(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"]:
-        """Decode an image, bring it to the size of its patches, and cut it.
+        """Decode an image, bring it to the size of its patches, and cut it; of a pair of frames each.
 
         Raises:
             ValueError: as `read_image`.
         """
+        frames = [self._cut(frame, grid) for frame in frames_of(data)]
+        return frames[0] if len(frames) == 1 else np.concatenate(frames, axis=1)
+
+    def _cut(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"]:
         p, m = self.patch, self.merge
         image = read_image(data).resize((grid.columns * p, grid.rows * p), self.resample)
         pixels = np.asarray(image).reshape(grid.rows // m, m, p, grid.columns // m, m, p, 3)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64, UInt8
 
-from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, read_image
+from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, frames_of, image_size, read_image
 from jaxglue.vision.processor import Grid, Processor
 
 
@@ -33,7 +33,8 @@ def record_image(source: ImageSource, processor: Processor, number: int, max_pix
         stamp = _stamp(source) if source.path else (0, 0)
         data = source.read()
         grid = processor.grid(*image_size(data, max_pixels))
-        read_image(data, max_pixels)
+        for frame in frames_of(data):
+            read_image(frame, max_pixels)
     except ValueError as error:
         where = "" if source.path and source.path in str(error) else f" {source.path}" if source.path else ""
         raise ValueError(f"image {number}{where}: {error}".replace(f"image {number}: image", "image")) from error

@@ -5,6 +5,7 @@ import json
 import zipfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from jaxglue.data import stream
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, DataConfig, LabelTask
 from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.messages import read_chat
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import image_rules, prepare_data, read_vision
 from jaxglue.data.report import count_duplicates, trained_parts
@@ -20,6 +22,7 @@ from jaxglue.data.tokenize import encode_here
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.rl.prompts import read_prompts
+from jaxglue.vision.processor import Grid
 from jaxglue.vision.rows import RowImages, image_positions
 
 QUESTION, ANSWER = "What is this?", "A red circle."
@@ -311,3 +314,30 @@ def test_images_are_read_out_of_zip_files(prepare, urls, tmp_path):
     (tmp_path / "pictures.zip").write_bytes(content[:60] + bytes(9) + content[69:])
     with pytest.raises(ValueError, match=r"rows.jsonl:1: .*some/0.png"):
         prepare({"messages": TEXT, "images": ["pictures.zip/some/0.png"]})
+
+
+def test_videos_are_pairs_of_frames_behind_their_times(prepare, tmp_path, urls):
+    for number, url in enumerate([*urls, urls[0]]):
+        (tmp_path / f"{number}.png").write_bytes(base64.b64decode(url.partition(",")[2]))
+    frames = [f"{number}.png" for number in range(3)]
+    parts = [{"type": "image", "image": "3.png"}, {"type": "video", "video": frames, "fps": 2.0, "image": None}]
+    content = [*parts, {"type": "text", "text": QUESTION}]
+    prepared = prepare({"messages": [{"role": "user", "content": content}, TEXT[1]]})
+    data, rules = prepared.train, prepared.images
+    text = load_tokenizer(Path(__file__).parents[2] / "jaxglue/recipes/quickstart/seeing").decode(
+        data.store.tokens[data.indices(0)]
+    )
+    counts = [rules.processor.tokens(Grid(*grid)) for grid in data.store.images.grids.tolist()]
+    shown = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in counts]
+    assert f"{shown[0]}<0.2 seconds>{shown[1]}<1.0 seconds>{shown[2]}{QUESTION}" in text
+    images = data.reader.images_of(0)
+    assert [image.patches.shape[1] // (3 * rules.processor.patch**2) for image in images] == [1, 2, 2]
+    half = images[2].patches.shape[1] // 2
+    np.testing.assert_array_equal(images[2].patches[:, :half], images[2].patches[:, half:])  # the odd last frame, twice
+
+
+def test_videos_are_refused_where_the_model_reads_none(prepare, urls):
+    rules = replace(prepare({"messages": TEXT, "images": urls[:1]}).images, positions=False)
+    chat = read_chat([{"role": "user", "content": [{"type": "video", "video": urls[:2]}]}], None, "messages", sees=True)
+    with pytest.raises(ValueError, match="Qwen's models alone"):
+        rules.attach(chat, [])

@@ -158,6 +158,24 @@ def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
 
 
 @thorough("training/test_vision_steps.py")
+def test_videos_beside_images_train_alike_with_kept_features(folder, tmp_path):
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    frames = [image for line in lines for image in line.get("images", ())][:5]
+    video = [{"type": "video", "video": frames, "fps": 2}, {"type": "text", "text": "What moves?"}]
+    answer = {"role": "assistant", "content": "Nothing."}
+    rows = [{"messages": [{"role": "user", "content": video}, answer]}, *lines[:4]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {"data": [str(tmp_path / "rows.jsonl")], "seq_len": 256, "epochs": 3}
+    _, kept = run(folder, tmp_path / "kept", **common)
+    _, in_steps = run(folder, tmp_path / "steps", **common, image_features="off")
+    np.testing.assert_allclose(kept, in_steps, rtol=1e-5)
+    rows[0]["messages"][0]["content"][0]["video"] = frames[::-1]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, backwards = run(folder, tmp_path / "backwards", **common)
+    assert abs(backwards[-1] - kept[-1]) > 1e-4 * kept[-1]
+
+
+@thorough("training/test_vision_steps.py")
 def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
     with pytest.raises(ValueError, match="--train-vision all: the data have no images"):

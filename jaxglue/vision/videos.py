@@ -1,0 +1,49 @@
+"""Videos of rows: the frames of a list, a folder or an animation, in pairs that a tower reads as one image."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.vision.images import MAX_FRAMES, ImageSource, animation_frames, image_source, join_frames
+
+_FRAMES_PER_SECOND = 2.0
+"""Of lists and folders whose part names no `fps`, and of animations, from which as many are taken."""
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+def frame_pairs(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str, ImageSource]]:
+    """Return the pairs of frames of a part of a message, each with the text of its time; an odd last frame is twice.
+
+    Args:
+        video: `video`, a list of images, a folder of them in the order of their names, or an animation; and perhaps
+            `fps`, frames per second.
+        folder: of relative paths; None where no files are named, and so no videos read.
+
+    Raises:
+        ValueError: none of these, no frame or too many, or as `image_source` and `ImageSource.read`.
+    """
+    if folder is None:
+        raise ValueError("videos are not read here: send some of their frames as images")
+    rate, value = video.get("fps"), video.get("video")
+    rate = _FRAMES_PER_SECOND if rate is None else rate
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1000:
+        raise ValueError(f"'fps' of a video must be a number of frames per second, got {rate!r:.40}")
+    if isinstance(value, str) and (named := folder / value.removeprefix("file://")).is_dir():
+        value = [str(path) for path in sorted(named.iterdir()) if path.suffix.lower() in _SUFFIXES]
+    if isinstance(value, list):
+        if len(value) > MAX_FRAMES:
+            raise ValueError(f"a video of {len(value):,} frames: at most {MAX_FRAMES} are read")
+        frames = [image_source(each, folder).read() for each in value]
+    elif value is None:
+        raise ValueError("a part of type 'video' needs 'video': a list of images, a folder of them, or an animation")
+    else:
+        frames = animation_frames(image_source(value, folder).read(), rate)
+    if not frames:
+        raise ValueError("a video without frames")
+    times = [number / rate for number in range(len(frames))]
+    if len(frames) % 2:
+        frames, times = [*frames, frames[-1]], [*times, times[-1]]
+    return [
+        (f"<{(times[first] + times[first + 1]) / 2:.1f} seconds>", ImageSource(data=join_frames(*frames[first:][:2])))
+        for first in range(0, len(frames), 2)
+    ]
