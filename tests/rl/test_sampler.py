@@ -17,7 +17,7 @@ class Engine:
     def __init__(self):
         self.requests, self.plans = [], []
 
-    def plan(self, requests, *, limit, memory=None):
+    def plan(self, requests, *, limit, memory=None, begun=0):
         assert limit == "--max-completion-length"
         self.plans.append(requests)
         self.memory = memory
