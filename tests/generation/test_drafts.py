@@ -24,6 +24,7 @@ HYBRID = {
     **{"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 EXPERTS = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"first_k_dense_replace": 0}
 WINDOWS = {"model_type": "mistral", "sliding_window": 16}
 LATENT = {
     **{"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
@@ -44,14 +45,19 @@ SETTINGS = {
 }
 
 
+MADE: dict[str, tuple] = {}
+
+
 def made(family, tiny_model, **fields):
-    """A small model's modules and parameters, without a head and with a drawn one."""
+    """A small model's modules and parameters, without a head and with a drawn one; made once."""
     fields = {**family, "num_hidden_layers": 2, "initializer_range": 0.3, **fields}
-    model = tiny_model(fields.pop("model_type"), **fields)
-    graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    drafted = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
-    return (graphdefs, model.config), (trainable, frozen), graphdef, drafted
+    if (key := repr(fields)) not in MADE:
+        model = tiny_model(fields.pop("model_type"), **fields)
+        graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+        graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+        drafted = {**trainable, "draft": {}}, {**frozen, "draft": nnx.to_pure_dict(state)}
+        MADE[key] = (graphdefs, model.config), (trainable, frozen), graphdef, drafted
+    return MADE[key]
 
 
 def requests():
@@ -179,7 +185,7 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model
 
 
 def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
-    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6, num_hidden_layers=1)
     sampling, sizes = SamplingConfig(max_tokens=70), list[tuple[int, int]]()
     asked = [Request([1, 2, 3], replace(sampling, max_tokens=length)) for length in (40, *[70] * 3)]
     compile_window = EnginePrograms.compile_window
@@ -191,7 +197,8 @@ def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
     monkeypatch.setattr(EnginePrograms, "compile_window", noted)
     monkeypatch.setattr("jaxglue.generation.window_sizes._SMALLEST_SIZE", 2)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 3, auto=True))
+    monkeypatch.setattr(Alternating, "turns", (1, 0))
+    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 1, auto=True))
     for _ in range(2):
         answers(engine, drafted, asked, whole=True)
     assert sizes and len(set(sizes)) == len(sizes)
@@ -234,7 +241,7 @@ def test_answers_by_a_grammar_are_drafted(family, tiny_model):
 
 
 def test_a_text_that_goes_on_is_drafted(tiny_model):
-    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6, num_hidden_layers=1)
     first = np.random.default_rng(2).integers(0, 5, 130).tolist()
     sampling = SamplingConfig(max_tokens=20)
     found = []

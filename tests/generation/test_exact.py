@@ -25,7 +25,9 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups, unpack
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+SIZES |= {"num_hidden_layers": 2}
 """Sizes at which sampling that is near changes log-probabilities."""
+ONE_LAYER = {"num_hidden_layers": 1}
 PROMPTS = [[5, 3, 60, 17, 17, 2, 90, 41], [int(t) for t in np.random.default_rng(0).integers(0, 97, 70)], [7]]
 
 
@@ -146,7 +148,7 @@ def test_sampling_that_is_near_has_other_bits(tiny_model):
 
 
 def test_exact_training_is_training(tiny_model):
-    model = adapted(tiny_model("qwen3", **SIZES))
+    model = adapted(tiny_model("qwen3", **SIZES | ONE_LAYER))
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     groups = sample(Engine(graphdefs, model.config, dtype=jnp.float32), trees, PROMPTS, 2, 40)
     tiles = (key_tile(32), True), (1, False)
@@ -164,7 +166,7 @@ def answers_of(groups):
 
 @pytest.mark.parametrize("model_type", ["qwen3", repeat("gpt_oss")])
 def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
-    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {})))
+    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {}) | ONE_LAYER))
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine = Engine(graphdefs, model.config, exact=True)
     together = answers_of(sample(engine, trees, PROMPTS, 2, 12))
@@ -176,7 +178,7 @@ def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
 @pytest.mark.parametrize("model_type", ["llama", repeat("gpt_oss")])
 def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model, model_type):
     """Their tokens are then computed again as a part of a row, where others were decoded one by one."""
-    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {})))
+    model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {}) | ONE_LAYER))
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     engine = Engine(graphdefs, model.config, exact=True)
     prompts = [PROMPTS[0], [9, 8, 7]]

@@ -58,12 +58,18 @@ def engine_of(model, **options):
     return Engine(graphdefs, model.config, dtype=jnp.float32, **options), trees
 
 
-def log_probs_of(model, prompt, answer):
-    """Return the answer's log-probabilities by one forward pass, which knows whole keys and values."""
-    tokens = np.concatenate([prompt, answer])[None].astype(np.int32)
-    logits = jax.jit(lambda: model(tokens, pack_segments([[tokens.size]], seq_len=tokens.size)))()
-    rows = jax.nn.log_softmax(logits[0, len(prompt) - 1 : -1])
-    return rows[np.arange(len(answer)), answer]
+def log_probs_of(model, documents):
+    """Return the log-probabilities of each answer after its prompt by one forward pass, which knows whole keys."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in documents]
+    tokens = np.zeros((len(documents), max(lengths)), np.int32)
+    for row, document, length in zip(tokens, documents, lengths, strict=True):
+        row[:length] = np.concatenate(document)
+    segments = pack_segments([[length] for length in lengths], seq_len=tokens.shape[1])
+    rows = jax.jit(lambda: jax.nn.log_softmax(model(tokens, segments)))()
+    return [
+        row[np.arange(len(prompt) - 1, length - 1), answer]
+        for row, (prompt, answer), length in zip(np.asarray(rows), documents, lengths, strict=True)
+    ]
 
 
 ADAPTERS = {"none": None, "lora": LoraConfig(rank=2, alpha=8)}
@@ -76,9 +82,9 @@ def test_log_probabilities_equal_those_of_a_forward_pass(latent_model, adapters)
     engine, trees = engine_of(model)
     requests = [Request(PROMPT, SAMPLING, n=2), Request(PROMPT[:5], SAMPLING)]  # one shares a page, all cross one
     answers = list(engine.generate(*trees, requests))
-    for found in answers:
-        wanted = log_probs_of(model, requests[found.number].prompt, found.tokens)
-        np.testing.assert_allclose(found.model_log_probs, wanted, atol=3e-5)
+    wanted = log_probs_of(model, [(requests[found.number].prompt, found.tokens) for found in answers])
+    for found, log_probs in zip(answers, wanted, strict=True):
+        np.testing.assert_allclose(found.model_log_probs, log_probs, atol=3e-5)
     assert len({tuple(found.tokens.tolist()) for found in answers}) == 3
 
 
@@ -88,7 +94,8 @@ def test_long_prompts_pass_in_pieces(latent_model, monkeypatch):
     model = latent_model()
     engine, trees = engine_of(model)
     (found,) = engine.generate(*trees, [Request(PROMPT, SAMPLING)])
-    np.testing.assert_allclose(found.model_log_probs, log_probs_of(model, PROMPT, found.tokens), atol=3e-5)
+    (wanted,) = log_probs_of(model, [(PROMPT, found.tokens)])
+    np.testing.assert_allclose(found.model_log_probs, wanted, atol=3e-5)
 
 
 def test_the_cache_holds_latents_and_one_key(latent_model):

@@ -65,18 +65,8 @@ def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, tensor in trained.items():
         np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
-    prompts = {
-        "model": str(model_folder),
-        "adapter": tmp_path / "run/adapter",
-        "prompt": ("Hello", "What is 1 plus 2?"),
-    }
-    told = [
-        [
-            (prompt, "".join(answer))
-            for prompt, answer in generate(GenerateConfig(**prompts, drafts=drafts, sampling=LONG))
-        ]
-        for drafts in (0, 2)
-    ]
+    asked = {"model": str(model_folder), "adapter": tmp_path / "run/adapter", "prompt": ("Hello",), "sampling": LONG}
+    told = [["".join(answer) for _, answer in generate(GenerateConfig(**asked, drafts=drafts))] for drafts in (0, 2)]
     assert told[0] == told[1]
 
 
@@ -86,18 +76,23 @@ def test_a_head_learns_the_models_own_distribution(with_draft, model_folder):
     model, head = load_model(model_folder, dtype=jnp.float32), load_draft(model_folder, run.model, dtype=jnp.float32)
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     batch = packed_batch(np.random.default_rng(0).integers(0, 50, 24), [(3, 12, 9)])
-    x, context = model.embed_tokens(batch.tokens, jnp.float32), packed_context(run.model, batch.segments)
-    for layer in model.layers:
-        x = layer(x, context)
+    drafted = drafted_batch(batch)
+
+    @jax.jit
+    def forward():
+        x, context = model.embed_tokens(batch.tokens, jnp.float32), packed_context(run.model, batch.segments)
+        for layer in model.layers:
+            x = layer(x, context)
+        states = head(model.embed_tokens(drafted.tokens, jnp.float32), model.norm(x), context)
+        return x, *(jax.nn.log_softmax(h @ model.output_weight.T)[0] for h in (model.norm(x), states))
+
+    x, *log_probs = forward()
     steps = DraftSteps(run, graphdefs)
     steps.begin(steps.first())
     steps.observe(trainable, frozen, x, batch)
     _, values = steps.finish(0)
-    p = np.asarray(jax.nn.log_softmax(model.norm(x) @ model.output_weight.T))[0]
-    drafted = drafted_batch(batch)
-    states = head(model.embed_tokens(drafted.tokens, jnp.float32), model.norm(x), context)
-    q = np.asarray(jax.nn.log_softmax(states @ model.output_weight.T))[0]
     rows = np.flatnonzero(drafted.loss_weights[0])
+    p, q = map(np.asarray, log_probs)
     expected = [(np.exp(p[row + 1]) * (p[row + 1] - q[row])).sum() for row in rows]
     assert len(rows) == 1 + 10 + 7 and np.std(expected) > 0
     np.testing.assert_allclose(values["draft_loss"], np.mean(expected), rtol=1e-4)

@@ -32,8 +32,15 @@ def test_a_resumed_run_keeps_the_choice_unless_the_limit_changed(make_config, mo
     monkeypatch.setattr(step, "fp8_errors", lambda *_: errors.pop(0))
     monkeypatch.setattr(Executor, "multiply_in_fp8", lambda _, layers, head: chosen.append(layers))
     train(make_config(**options, steps=2))
-    train(make_config(**options, steps=3, resume=True))
-    train(make_config(**options, steps=4, resume=True, fp8_max_error=0.25))
+
+    def stop(_, layers, head):
+        chosen.append(layers)
+        raise KeyError("chosen")
+
+    monkeypatch.setattr(Executor, "multiply_in_fp8", stop)
+    for changes in ({"steps": 3}, {"steps": 4, "fp8_max_error": 0.25}):
+        with pytest.raises(KeyError, match="chosen"):
+            train(make_config(**options, **changes, resume=True))
     assert chosen == [[True, False], [True, False], [False, True]]
 
 
