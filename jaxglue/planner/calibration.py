@@ -216,7 +216,7 @@ EXPERTS_MULTIPLY = Fitted(
 """Rate of what experts of more tokens take beyond reading: their products lie mostly beside it."""
 ADAPTED_EXPERTS = Fitted(120e-6, "s", "H200", "generation_oss_lora_h200.json, rl_oss_h200.json, rl_a3b_fp8_h200.json")
 """Time that live adapters of a layer's experts add, beside reading, to a step of more than `FEW_ADAPTED` tokens."""
-FEW_ADAPTED = 128
+FEW_ADAPTED = Fitted(128, "tokens", "H200", "generation_oss_lora_h200.json")
 
 # Memory (`memory`).
 TEMPORARIES = _grid(1.03, "of `live_bytes.peak_bytes`")
