@@ -23,7 +23,7 @@ from jaxglue.ops.segments import pack_segments
 
 CASES = {
     "qwen3_window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    "llama_tied": {"tie_word_embeddings": True},
+    "llama_tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
 }
 PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
 
