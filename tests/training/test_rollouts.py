@@ -84,7 +84,12 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     monkeypatch.setattr(compiler.Program, "__init__", noted)
     summary = train(config)
     # Sampling and training round alike: both sides' layers, and the heads.
-    assert {"CachedLayer._prefill", "CachedLayer._decode", "Programs._scan", "Programs._sample_next"} <= made
+    assert {
+        "CachedLayer._prefill",
+        "CachedLayer._decode",
+        "EnginePrograms._scan",
+        "EnginePrograms._sample_next",
+    } <= made
     assert {"LayerFunctions._forward", "EmbedHead._loss", "EmbedHead._log_probs"} <= made
     assert summary.steps == 3
     metrics, lines = read_metrics(summary.metrics), rollouts(config)
