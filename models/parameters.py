@@ -114,6 +114,11 @@ def flatten_names(tree: Params) -> dict[str, jax.Array]:
     return {hf_name(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in flat}
 
 
+def part_name(key: ParamKey, path: str) -> str:
+    """Return the Hugging Face name of a parameter at a dotted path within a part."""
+    return hf_name(f"layers.{key}.{path}" if isinstance(key, int) else f"{key}.{path}")
+
+
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a parameter at a dotted path.
 

@@ -121,6 +121,12 @@ class ImageRules:
         sources = [image_source(value, self.folder) for value in media]
         return [record_image(each, self.processor, number, max_pixels) for number, each in enumerate(sources, 1)]
 
+    def see(self, source: ImageSource, number: int, max_pixels: int) -> Image:
+        """Return the `number`-th image of a prompt with its patches; raise ValueError as `read`."""
+        record = record_image(source, self.processor, number, max_pixels)
+        patches = self.processor.patches(source.read(), record.grid)
+        return Image(key=record.digest, grid=record.grid, patches=patches)
+
 
 def _at_tags(chat: Chat, images: int) -> Chat:
     """Return a chat of texts with places of images at its tags, or without tags before the first user's text."""

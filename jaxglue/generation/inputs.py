@@ -19,9 +19,9 @@ from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
 _PADDED = 8
+"""Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 _SHORT_PROMPT, _FEW = 8, 16
 """Tokens of a row for each of which it has room for a prompt, and prompts for which it has room at least."""
-"""Lists of stop tokens and biases are padded to multiples of this, so that few programs are compiled."""
 
 
 def features_of(request: Request) -> Features:

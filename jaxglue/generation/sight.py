@@ -16,7 +16,6 @@ from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.engine import Engine
 from jaxglue.models.parameters import Params
 from jaxglue.vision.images import ImageSource
-from jaxglue.vision.records import record_image
 from jaxglue.vision.rows import Image, PromptImages
 
 _LOCK = Lock()
@@ -57,18 +56,13 @@ class Sight:
         """
         if not sources:
             return Prompt(template.encode(text))
-        images = [self._read(source, number) for number, source in enumerate(sources, 1)]
+        images = [self.rules.see(source, number, MOST_PIXELS) for number, source in enumerate(sources, 1)]
         tokens, places = self.rules.encode(template, text, [image.grid for image in images])
         processor = self.rules.processor
         if processor.stand_in is not None:
             for place in places.tolist():
                 tokens[place] = processor.stand_in
         return Prompt(tokens, PromptImages.of(images, places, self._features, processor))
-
-    def _read(self, source: ImageSource, number: int) -> Image:
-        record = record_image(source, self.rules.processor, number, MOST_PIXELS)
-        patches = self.rules.processor.patches(source.read(), record.grid)
-        return Image(key=record.digest, grid=record.grid, patches=patches)
 
     def _features(self, image: Image) -> np.ndarray:
         with _LOCK:  # threads of a server encode prompts at once

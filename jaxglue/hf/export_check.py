@@ -24,7 +24,7 @@ from jaxglue.models.decoder import packed_context
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import PATHS
-from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, merge_module, part_name
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant import dequantize
@@ -277,9 +277,8 @@ def folder_parts(folder: str | Path, config: DecoderConfig, *, dtype, adapter: A
 
     def part(key: ParamKey) -> Part:
         module = model.layers[key] if isinstance(key, int) else getattr(model, key)
-        prefix = f"layers.{key}" if isinstance(key, int) else key
         graphdef, state = nnx.split(module)
-        named = {hf_name(".".join(map(str, (prefix, *path)))): (path, v) for path, v in nnx.to_flat_state(state)}
+        named = {part_name(key, ".".join(map(str, path))): (path, v) for path, v in nnx.to_flat_state(state)}
         stored = {name: v for name, (_, v) in named.items() if not isinstance(v, nnx.LoRAParam)}
         values = _load_values(folder, config, stored)
         if adapter is not None:
@@ -434,7 +433,7 @@ def merged_parts(parts: Parts, rounding: Rounding) -> Parts:
         module = merge_module(graphdef, *trees)
         for path, linear in nnx.iter_modules(module):
             if isinstance(linear, Linear) and isinstance(key, int):
-                name = hf_name(".".join(map(str, ("layers", key, *path, "weight"))))
+                name = part_name(key, ".".join(map(str, (*path, "weight"))))
                 adapter, matrix = linear.adapter, linear.weight[...]
                 if adapter is not None:
                     matrix = (matrix + jnp.matmul(adapter.up, adapter.A, precision="highest")).astype(matrix.dtype)
@@ -512,7 +511,7 @@ def _rounded_parts(parts: Parts, made: WeightFormat, names: Collection[str]) -> 
 
     def part(key: ParamKey) -> Part:
         def value(path: Any, leaf: Any) -> Any:
-            name = hf_name(f"layers.{key}.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+            name = part_name(key, jax.tree_util.keystr(path, simple=True, separator="."))
             if name in names:
                 return rounded(leaf.mT).mT if made.parts else rounded(leaf)
             for tensor, index in expert_parts(name, leaf.shape).items():

@@ -10,11 +10,9 @@ from jaxtyping import Int
 
 from jaxglue.api.documents import PlacedImage
 from jaxglue.data.images import ImageRules
+from jaxglue.generation.sight import MOST_PIXELS
 from jaxglue.vision.images import ImageSource
-from jaxglue.vision.records import record_image
 from jaxglue.vision.rows import Image
-
-_MOST_PIXELS = 2**25
 
 
 class ImageChunk(NamedTuple):
@@ -76,11 +74,10 @@ def with_places(chunks: Chunks, rules: ImageRules | None) -> tuple[Int[np.ndarra
 def _read(chunk: ImageChunk, rules: ImageRules, number: int) -> tuple[Image, Int[np.ndarray, " n"]]:
     """Return an image, and the tokens that stand for its features; those around it are text of the input."""
     processor = rules.processor
-    record = record_image(ImageSource(data=chunk.data), processor, number, _MOST_PIXELS)
-    count = processor.tokens(record.grid)
-    if processor.token * count not in processor.text(record.grid):
+    image = rules.see(ImageSource(data=chunk.data), number, MOST_PIXELS)
+    count = processor.tokens(image.grid)
+    if processor.token * count not in processor.text(image.grid):
         raise ValueError("images of this model have tokens between those of their features, which are not served here")
     if chunk.expected not in (None, count):
         raise ValueError(f"image {number} takes {count} tokens, and expected_tokens is {chunk.expected}")
-    image = Image(key=record.digest, grid=record.grid, patches=processor.patches(chunk.data, record.grid))
     return image, np.full(count, rules.tokens[0] if processor.stand_in is None else processor.stand_in)

@@ -171,9 +171,10 @@ def _features(readers: Sequence[ImageReader]) -> int:
     records = [reader.store.images for reader in readers if reader.store.images is not None]
     if not records:
         return 0
-    images = np.concatenate([np.c_[part.digests, part.grids] for part in records])
+    images = np.unique(np.concatenate([np.c_[part.digests, part.grids] for part in records]), axis=0)
+    grids, counts = np.unique(images[:, -2:], axis=0, return_counts=True)
     tokens = readers[0].rules.processor.tokens
-    return sum(tokens(Grid(*image[-2:].tolist())) for image in np.unique(images, axis=0))
+    return sum(tokens(Grid(*grid)) * count for grid, count in zip(grids.tolist(), counts.tolist(), strict=True))
 
 
 def _row_size(readers: Sequence[ImageReader], more: bool) -> int:

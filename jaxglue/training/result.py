@@ -42,7 +42,7 @@ from jaxglue.hf.serving_check import PROBES, check_serving
 from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
-from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name, part_name
 from jaxglue.models.wrapper import with_text
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
@@ -258,10 +258,9 @@ def _as_written(run: Run, parts: Parts) -> Parts:
 
     def part(key: ParamKey) -> Part:
         graphdef, trees = parts(key)
-        prefix = f"layers.{key}" if isinstance(key, int) else key
 
         def written(path, leaf):
-            name = hf_name(f"{prefix}.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+            name = part_name(key, jax.tree_util.keystr(path, simple=True, separator="."))
             if name in wide or is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return leaf
             return leaf.astype(run.dtype).astype(leaf.dtype)

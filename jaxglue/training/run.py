@@ -103,8 +103,8 @@ class Execution:
     fp8_max_error: float = 0.0
     """Relative error above which a layer is taken out of FP8."""
     image_features: Literal["auto", "disk", "off"] = "off"
-    """Where the features of a frozen vision tower are kept, which runs once for each image; off of one that runs in
-    each step."""
+    """Where the features of a frozen vision tower are kept, so that it runs once for each image; with `off`, towers run
+    in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)

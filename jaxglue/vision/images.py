@@ -152,7 +152,7 @@ def animation_frames(data: bytes, rate: float) -> list[bytes]:
     try:
         while True:
             image.seek(number)
-            end += (image.info.get("duration") or 100) / 1000
+            end += (image.info.get("duration") or 100) / 1000  # viewers show frames of none or 0 for so long
             if len(frames) / rate < end:
                 image.convert("RGB").save(stored := io.BytesIO(), "PNG")
                 while len(frames) / rate < end - 1e-9:

@@ -82,7 +82,7 @@ class Image:
     """Stands for its bytes."""
     grid: Grid
     patches: UInt8[np.ndarray, "P C"] | None
-    """Of two frames of a video these after each other; None where its features are known."""
+    """A pair of a video's frames has both side by side; None where its features are known."""
 
     @cached_property
     def cache_key(self) -> tuple:
