@@ -106,7 +106,8 @@ def peers(folder: Path, model: str, engine: str, seconds: float) -> Iterator[dic
         os.killpg(process.pid, signal.SIGKILL)
         out, messages = process.communicate()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    for row in lines or [{"error": messages[-1000:]}]:
+    last = {row["case"]: row for row in lines}  # a case is printed again once its gradients are timed, too
+    for row in last.values() or [{"error": messages[-1000:]}]:
         yield {"model": model, "by": engine, **row}
 
 
