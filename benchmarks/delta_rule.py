@@ -24,12 +24,15 @@ from measure import log_normal_lengths, milliseconds, table, write_results
 
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.delta_rule import (
+    CONVOLUTION_STEP,
     DELTA_RULE,
     DELTA_STEP,
     DeltaCall,
     DeltaHeads,
+    advance_rows,
     advance_states,
     causal_convolution,
+    convolve_rows,
     delta_rule_and_states,
     gated_delta_rule,
     gated_rms_norm,
@@ -173,24 +176,73 @@ def steps(sequences: int, layers: int = 8) -> dict:
         with DELTA_STEP.using(TritonDeltaStep.of(compute_capability())):
             return [advance_states(states, slots, begun, *token, HEADS) for states in all_states]
 
-    program = jax.jit(advance, donate_argnums=0)
-    one = program([jnp.copy(exact)], *token)[0]
-    stored = [exact + layer for layer in range(layers)]
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        for _ in range(10):
-            stored = [states for _, states in program(stored, *token)]
-        jax.block_until_ready(stored)
-        times.append((time.perf_counter() - begin) / 10 / layers)
-    rate = 2 * exact.nbytes / min(times)
+    one = jax.jit(advance, donate_argnums=0)([jnp.copy(exact)], *token)[0]
+    ms = _milliseconds(lambda *values: [states for _, states in advance(*values)], exact, layers, token)
+    rate = 2 * exact.nbytes / ms * 1e3
     found = zip(("states", "out", "states after"), (got, *one), (exact, *expected), strict=True)
     return {
         "case": f"step of {sequences}",
-        "ms": min(times) * 1e3,
+        "ms": ms,
         "of a copy's rate": rate / copy_rate(),
         "errors": {name: relative_error(a, b) for name, a, b in found},
     }
+
+
+TILES = {"step": [(32, 4), (16, 1), (32, 1)], "rows": [(32, 4), (16, 1), (8, 1), (32, 1), (16, 2)]}
+"""Columns and warps of a program."""
+
+
+def steps_by_tiles(sequences: int, tokens: int = 2, layers: int = 8) -> Iterator[dict]:
+    """Yield times of a layer's step: of a token, of several behind as many kept ones, and of their convolution."""
+    from jaxglue.ops.delta_rule.triton import DeltaKernelTiles, TritonConvolutionStep, TritonDeltaStep
+
+    count, capability = 2 * sequences * tokens, compute_capability()
+    values = tuple(x[0].reshape(2, sequences, tokens, -1) for x in arguments(count)[0])
+    kept, new = (tuple(x[index] for x in values) for index in (0, 1))
+    at = jnp.flip(jnp.arange(sequences)), jnp.arange(sequences) >= 0
+    counts, C = jnp.arange(sequences) % (tokens + 1), new[0].shape[2]
+    N, (H, V) = new[1].shape[2], (HEADS.key_dim, HEADS.value_dim(C))
+    taps = jnp.ones((C, 1, 4), new[0].dtype)
+    states, inputs = jnp.ones((sequences, N, H, V)), jnp.ones((sequences, 3, C), new[0].dtype)
+
+    def one(x, *tokens):
+        return advance_states(x, *at, *(of[:, 0] for of in tokens), HEADS)[1]
+
+    def several(x, *tokens):
+        return advance_rows(x, *at, kept, counts, tokens, HEADS)[1]
+
+    def convolve(x, qkv, g, beta):
+        return convolve_rows(x, *at, qkv, taps, kept=kept[0], counts=counts)[1]
+
+    cases = [
+        *(("step", one, DELTA_STEP, {"one": tiles}, states, f"{tiles}") for tiles in TILES["step"]),
+        *(("rows", several, DELTA_STEP, {"several": tiles}, states, f"{tiles}") for tiles in TILES["rows"]),
+        *(("convolution", convolve, CONVOLUTION_STEP, name, inputs, name) for name in ("reference", "triton")),
+    ]
+    for name, call, operation, tiles, stored, label in cases:
+        if operation is DELTA_STEP:
+            of = {field: DeltaKernelTiles(columns=c, num_warps=w) for field, (c, w) in tiles.items()}
+            kernel: Any = TritonDeltaStep.of(capability, **of)
+        else:
+            kernel = None if tiles == "reference" else TritonConvolutionStep.of(capability)
+
+        def advance(all_states, *tokens, operation=operation, kernel=kernel, call=call):
+            with operation.using(kernel):
+                return [call(states, *tokens) for states in all_states]
+
+        yield {"case": name, "sequences": sequences, "tiles": label, "ms": _milliseconds(advance, stored, layers, new)}
+
+
+def _milliseconds(advance: Callable, stored: jax.Array, layers: int, tokens: tuple[jax.Array, ...]) -> float:
+    """Return the time of a layer's part of a program that replaces the states of all."""
+    program, states, times = jax.jit(advance, donate_argnums=0), [stored + layer for layer in range(layers)], []
+    for _ in range(12):
+        begin = time.perf_counter()
+        for _ in range(10):
+            states = program(states, *tokens)
+        jax.block_until_ready(states)
+        times.append((time.perf_counter() - begin) / 10 / layers * 1e3)
+    return min(times)
 
 
 def main() -> None:
@@ -200,7 +252,12 @@ def main() -> None:
     parser.add_argument("--fla", type=Path)
     parser.add_argument("--fla-seconds", type=float, default=240, help="that compilation of its kernels may take")
     parser.add_argument("--kernels", action="store_true", help="do not time what XLA compiles")
+    parser.add_argument("--tiles", action="store_true", help="time steps by tiles alone")
     args = parser.parse_args()
+    if args.tiles:
+        found = [row for sequences in (64, 256) for row in steps_by_tiles(sequences)]
+        print(table(found), flush=True)
+        return write_results(args.json, {"tiles": found}) if args.json else None
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # fla-core's processes need memory, too
     segments = pack_segments([log_normal_lengths(16_347, 30)], seq_len=16_384)
     results: dict[str, Any] = {"errors": errors(segments, 16_384), "steps": [steps(64), steps(256)], "rows": []}

@@ -14,7 +14,7 @@ from jaxglue.ops.delta_rule import (
     DeltaStates,
     advance_rows,
     advance_states,
-    convolution_step,
+    convolve_rows,
     delta_rule_and_states,
     last_inputs,
 )
@@ -218,10 +218,9 @@ class DecodeContext(_Appending):
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S C"]:
         """Convolve each slot's token with those before it."""
         slots, begun = self._cursor.slots, self._cursor.positions > 0
-        inputs = jnp.where(begun[:, None, None], self.cache.inputs[slots], 0)
-        y, inputs = convolution_step(x[0], inputs, weight)
-        self.cache = self.cache.write(slots, inputs=inputs)
-        return y[None]
+        y, inputs = convolve_rows(self.cache.inputs, slots, begun, x[0, :, None], weight)
+        self.cache = replace(self.cache, inputs=inputs)
+        return y[None, :, 0]
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:
         """Compute each slot's output, and the state behind its token."""
@@ -264,26 +263,18 @@ class VerifyContext(ExtendContext):
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S*R C"]:
         """Convolve each sequence's tokens with those before them."""
-        inputs, outputs = self._convolved(), list[Array]()
-        rows = x.reshape(len(inputs), -1, x.shape[2])
+        rows = self._rows(x)
+        y = self._convolve(rows, weight)
         self.cache = self.cache.keep(0, rows)
-        for token in jnp.unstack(rows, axis=1):
-            y, inputs = convolution_step(token, inputs, weight)
-            outputs.append(y)
-        return jnp.stack(outputs, axis=1).reshape(x.shape)
+        return y.reshape(x.shape)
 
-    def _convolved(self) -> Float[Array, "S W-1 C"]:
-        """Return the last inputs of the convolution, kept tokens that count among them, after writing them."""
-        slots, counts = self._cursor.slots, self._counts[:, None]
-        before = jnp.where(self._begun[:, None, None], self.cache.states.inputs[slots], 0)
-        tokens = [*jnp.unstack(before, axis=1), *jnp.unstack(self.cache.kept[0].astype(before.dtype), axis=1)]
-        inputs = tokens[: before.shape[1]]
-        for count in range(1, self.cache.kept[0].shape[1] + 1):  # selects, since a gather would be a pass of its own
-            later = tokens[count : count + len(inputs)]
-            inputs = [jnp.where(counts == count, new, old) for new, old in zip(later, inputs, strict=True)]
-        stacked = jnp.stack(inputs, axis=1)
-        self.cache = replace(self.cache, states=self.cache.states.write(slots, inputs=stacked))
-        return stacked
+    def _convolve(self, rows: Float[Array, "S R C"], weight) -> Float[Array, "S R C"]:
+        """Return the outputs of tokens, and write the last inputs, of which kept tokens that count are the newest."""
+        stored, kept = self.cache.states, self.cache.kept[0]
+        at = stored.inputs, self._cursor.slots, self._begun
+        y, inputs = convolve_rows(*at, rows, weight, kept=kept, counts=self._counts)
+        self.cache = replace(self.cache, states=replace(stored, inputs=inputs))
+        return y
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S*R N V"]:
         """Compute each sequence's outputs, and the states behind the tokens of the last step that count."""
@@ -341,7 +332,7 @@ class SettleContext(VerifyContext):
 
     def convolve(self, x, weight, heads: DeltaHeads) -> Float[Array, "1 S C"]:
         """Keep the last inputs."""
-        self._convolved()
+        self._convolve(self._rows(x)[:, :0], weight)
         return jnp.zeros_like(x)
 
     def delta_rule(self, qkv, g, beta, heads: DeltaHeads) -> Float[Array, "1 S N V"]:

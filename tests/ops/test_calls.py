@@ -14,7 +14,7 @@ from jaxglue.ops.adam import ADAM, AdamCall, AdamW
 from jaxglue.ops.attention import ATTENTION, AttentionCall
 from jaxglue.ops.backend import Operation, Reads, tracing_for, unread_fields
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY, CrossEntropyCall
-from jaxglue.ops.delta_rule import DELTA_ROWS, DELTA_RULE, DELTA_STEP, DeltaCall, DeltaRowsCall
+from jaxglue.ops.delta_rule import CONVOLUTION_STEP, DELTA_ROWS, DELTA_RULE, DELTA_STEP, DeltaCall, DeltaRowsCall
 from jaxglue.ops.gated_mlp import GATED_MLP, GatedCall, GatedParts
 from jaxglue.ops.gated_mlp.fp8 import GATE_FP8, GateCall
 from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, SwigluCall
@@ -93,6 +93,7 @@ CALLS: list[tuple[Operation, str, Any]] = [
     *((DELTA_RULE, name, DeltaCall(dtype=HALF, key_dim=64, value_dim=64)) for name in DELTA_RULE.backends),
     (DELTA_ROWS, "triton", DeltaRowsCall(dtype=HALF)),
     (SHORT_CONVOLUTION, "triton", ShortConvolutionCall(dtype=HALF, taps=3)),
+    (CONVOLUTION_STEP, "triton", DeltaRowsCall(dtype=HALF)),
     (DELTA_STEP, "triton", DeltaCall(dtype=HALF, key_dim=64, value_dim=64)),
     *((STATE_SPACE, name, StateSpaceCall(dtype=HALF, heads=STATES)) for name in STATE_SPACE.backends),
     (STATE_STEP, "triton", StateSpaceCall(dtype=HALF, heads=STATES)),

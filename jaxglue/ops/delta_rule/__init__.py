@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_triton
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_tried, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.forks import with_copies
@@ -20,7 +20,9 @@ from jaxglue.ops.delta_rule.split import SplitDeltaRule, exchanged, outputs, own
 from jaxglue.ops.delta_rule.states import (
     DeltaStates,
     convolution_step,
+    convolve_each,
     delta_step,
+    following,
     last_inputs,
     last_states,
     make_states,
@@ -31,9 +33,10 @@ from jaxglue.ops.row_split import to_heads, whole_segments
 from jaxglue.ops.segments import PackedSegments
 
 if TYPE_CHECKING:
-    from jaxglue.ops.delta_rule.triton import TritonDeltaRows, TritonDeltaStep
+    from jaxglue.ops.delta_rule.triton import TritonConvolutionStep, TritonDeltaRows, TritonDeltaStep
 
 __all__ = [
+    "CONVOLUTION_STEP",
     "DELTA_ROWS",
     "DELTA_RULE",
     "DELTA_STEP",
@@ -45,6 +48,7 @@ __all__ = [
     "advance_states",
     "causal_convolution",
     "convolution_step",
+    "convolve_rows",
     "delta_rule_and_states",
     "gated_delta_rule",
     "gated_rms_norm",
@@ -149,6 +153,30 @@ DELTA_STEP = Operation(
     backends={
         "triton": Backend(
             check=_check_triton, load=_load_step, advantage="states are read and written once", reads=_READS
+        )
+    },
+)
+
+
+def _check_convolution(capability: Capability | None, call: DeltaRowsCall) -> None:
+    _check_rows(capability, call)
+    check_tried("convolution of a decode step")
+
+
+def _load_convolution(capability: Capability, call: DeltaRowsCall) -> "TritonConvolutionStep":
+    from jaxglue.ops.delta_rule.triton import TritonConvolutionStep
+
+    return TritonConvolutionStep.of(capability)
+
+
+CONVOLUTION_STEP = Operation(
+    name="step of a convolution",
+    backends={
+        "triton": Backend(
+            check=_check_convolution,
+            load=_load_convolution,
+            advantage="inputs are read and written once, in place",
+            reads={DeltaRowsCall: {"dtype": None, "taps": (4,)}},
         )
     },
 )
@@ -388,3 +416,40 @@ def advance_rows(
         outputs.append(out)
     wanted = jnp.zeros((len(slots), 0, *states.shape[1::2]), tokens[0].dtype)
     return jnp.stack(outputs, axis=1) if outputs else wanted, states
+
+
+def convolve_rows(
+    inputs: Float[Array, "slots W-1 C"],
+    slots: Int[Array, " S"],
+    begun: Bool[Array, " S"],
+    x: Float[Array, "S R C"],
+    weight: Float[Array, "C 1 W"],
+    bias: Float[Array, " C"] | None = None,
+    *,
+    kept: Float[Array, "S K C"] | None = None,
+    counts: Int[Array, " S"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Array, "S R C"], Float[Array, "slots W-1 C"]]:
+    """Return `causal_convolution` of each sequence's next tokens, and the last inputs of all slots.
+
+    Args:
+        inputs: of all slots.
+        slots, begun: as of `advance_states`.
+        x: the tokens; behind kept ones there may be none.
+        weight, bias: as of `causal_convolution`.
+        kept: tokens before, of which some count, as of `advance_rows`: the inputs returned then end with these.
+        counts: of the kept tokens that count.
+        backend: `auto`, `reference` or `triton`; see `CONVOLUTION_STEP.choose`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    kernel = CONVOLUTION_STEP.load(DeltaRowsCall(dtype=x.dtype, taps=weight.shape[2]), backend=backend)
+    if kernel is not None:
+        return kernel(inputs, slots, begun, x, weight, bias, kept, counts)
+    before = jnp.where(begun[:, None, None], inputs[slots], 0)
+    if kept is not None:
+        assert counts is not None
+        before = following(before, kept, counts)
+    out, after = convolve_each(x, before, weight, bias)
+    return out, inputs.at[slots].set(after if kept is None else before)

@@ -132,6 +132,32 @@ def convolution_step(
     return jax.nn.silu(total).astype(x.dtype), jnp.stack(seen[1:], axis=1)
 
 
+def convolve_each(
+    x: Float[Array, "S R C"],
+    inputs: Float[Array, "S W-1 C"],
+    weight: Float[Array, "C 1 W"],
+    bias: Float[Array, " C"] | None,
+) -> tuple[Float[Array, "S R C"], Float[Array, "S W-1 C"]]:
+    """Return `convolution_step` of tokens one after another, and the inputs with them."""
+    outputs = list[Array]()
+    for token in jnp.unstack(x, axis=1):
+        out, inputs = convolution_step(token, inputs, weight, bias)
+        outputs.append(out)
+    return jnp.stack(outputs, axis=1) if outputs else x, inputs
+
+
+def following(
+    inputs: Float[Array, "S W-1 C"], tokens: Float[Array, "S K C"], counts: Int[Array, " S"]
+) -> Float[Array, "S W-1 C"]:
+    """Return the last inputs with the first tokens of each sequence behind them, so many as count."""
+    seen = [*jnp.unstack(inputs, axis=1), *jnp.unstack(tokens.astype(inputs.dtype), axis=1)]
+    last = seen[: inputs.shape[1]]
+    for count in range(1, tokens.shape[1] + 1):  # selects, since a gather would be a pass of its own
+        later = seen[count : count + len(last)]
+        last = [jnp.where(counts[:, None] == count, new, old) for new, old in zip(later, last, strict=True)]
+    return jnp.stack(last, axis=1)
+
+
 def delta_step(
     qkv: Float[Array, "S W"],
     g: Float[Array, "S N"],

@@ -149,35 +149,68 @@ class TritonDeltaRows(Launcher):
         return tuple(y.reshape(x.shape) for y in out)
 
 
-_COLUMNS = 32
-"""Columns of a state that a program advances."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TritonDeltaStep(Launcher):
-    """`advance_states` by our own kernel, in place."""
+    """`advance_states` and `advance_rows` by our own kernels, in place."""
+
+    one: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=32))
+    several: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=16, num_warps=1))
+    """Tiles of several tokens: sums within one warp wait for no barrier."""
 
     def __call__(self, states, slots, begun, qkv, g, beta, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
         """Return (outputs, states)."""
-        (S, N), (*_, H, V), columns = g.shape, states.shape, min(_COLUMNS, states.shape[-1])
-        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, N, V), qkv.dtype))
-        sizes = {"K": heads.keys, "G": N // heads.keys, "H": H, "V": V, "BLOCK_V": columns}
-        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * S * N * H * V * 4)
-        arrays = qkv, g, beta, slots, begun.astype(jnp.int32), *written
-        self._launch(step_kernels.step_kernel, arrays, (), (V // columns, N, S), sizes, 4, cost=cost)
-        states, out = map(jax.freeze, written)
+        token, out = (qkv, g, beta), (*g.shape, states.shape[-1])
+        out, states = self._advance(step_kernels.step_kernel, self.one, states, slots, begun, token, out, heads)
         return out, states
 
     def rows(self, states, slots, begun, kept, counts, tokens, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
         """Return `advance_rows`' (outputs, states)."""
-        (S, R, N), (*_, H, V), columns = tokens[1].shape, states.shape, min(_COLUMNS, states.shape[-1])
+        (S, R, N), V = tokens[1].shape, states.shape[-1]
         if not R:  # a kernel takes no empty arrays
             tokens = kept
-        written = jax.new_ref(states), jax.new_ref(jax.lax.empty((S, max(R, 1), N, V), tokens[0].dtype))
-        sizes = {"KEPT": kept[1].shape[1], "ROWS": R}
+        arrays, sizes = (*kept, counts, *tokens), {"KEPT": kept[1].shape[1], "ROWS": R}
+        at, out = (states, slots, begun), (S, max(R, 1), N, V)
+        out, states = self._advance(step_kernels.rows_kernel, self.several, *at, arrays, out, heads, **sizes)
+        return out[:, :R], states
+
+    def _advance(self, kernel, tiles: DeltaKernelTiles, states, slots, begun, arrays, out, heads: DeltaHeads, **sizes):
+        """Launch programs for columns of each sequence's heads; `out` is the outputs' shape."""
+        S, (_, N, H, V) = len(slots), states.shape
+        written = jax.new_ref(states), jax.new_ref(jax.lax.empty(out, arrays[0].dtype))
+        columns = min(tiles.columns, V)
         sizes |= {"K": heads.keys, "G": N // heads.keys, "H": H, "V": V, "BLOCK_V": columns}
         cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * S * N * H * V * 4)
-        arrays = *kept, counts, *tokens, slots, begun.astype(jnp.int32), *written
-        self._launch(step_kernels.rows_kernel, arrays, (), (V // columns, N, S), sizes, 4, cost=cost)
+        arrays = *arrays, slots, begun.astype(jnp.int32), *written
+        self._launch(kernel, arrays, (), (V // columns, N, S), sizes, tiles.num_warps, tiles.num_stages, cost=cost)
         states, out = map(jax.freeze, written)
-        return out[:, :R], states
+        return out, states
+
+
+_STEP_CHANNELS = 512
+"""Channels that a program of a convolution's step has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonConvolutionStep(Launcher):
+    """`convolve_rows` by our own kernel, in place."""
+
+    def __call__(self, inputs, slots, begun, x, weight, bias, kept, counts) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs, inputs)."""
+        (S, R, C), taps = x.shape, weight.shape[2]
+        written = jax.new_ref(inputs), jax.new_ref(jax.lax.empty((S, max(R, 1), C), x.dtype))
+        arrays = {
+            "x": x if R else kept,  # a kernel takes no empty arrays
+            "kept": kept,
+            "counts": counts,
+            "taps": weight,
+            "bias": bias,
+            "slots": slots,
+            "begun": begun.astype(jnp.int32),
+            "inputs": written[0],
+            "out": written[1],
+        }
+        sizes = {"ROWS": R, "KEPT": 0 if kept is None else kept.shape[1], "TAPS": taps, "C": C, "BLOCK": _STEP_CHANNELS}
+        grid = -(-C // _STEP_CHANNELS), S
+        self._launch(step_kernels.convolution_kernel, arrays, (), grid, sizes, 4, cost=_COST)
+        inputs, out = map(jax.freeze, written)
+        return out[:, :R], inputs

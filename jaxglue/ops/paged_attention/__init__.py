@@ -377,7 +377,10 @@ def append(
     call = AppendCall(dtype=q.dtype, cache=cache, rotary=rotary, style=style_of(norms))
     if (kernels := APPEND.load(call, backend=backend)) is None:
         rotated, keys = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=factor)
-        return rotated[0], keys[0], cache.write(keys[0], v, pages, offsets)
+        if (kernels := APPEND.load(AppendCall(dtype=q.dtype, cache=cache), backend=backend)) is None:
+            return rotated[0], keys[0], cache.write(keys[0], v, pages, offsets)
+        *_, cache = kernels.append(keys[0], keys[0], v, cache, pages, offsets, None, None)
+        return rotated[0], keys[0], cache
     turns = None if rotary is None else rope.of(rotary)
     q, k, cache = kernels.append(q, k, v, cache, pages, offsets, turns, norms)
     return scale_queries(q[None], rope, rotary, factor)[0], k, cache

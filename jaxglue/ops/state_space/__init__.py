@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_triton
-from jaxglue.ops.delta_rule import causal_convolution, convolution_step, last_inputs
+from jaxglue.ops.delta_rule import causal_convolution, convolve_rows, last_inputs
 from jaxglue.ops.delta_rule.states import last_states
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.recurrence import Recurrence
@@ -328,11 +328,11 @@ def _step(weights: Mamba2Weights, heads: StateHeads, limits, states: dict[str, A
 
 
 def _advance(weights: Mamba2Weights, heads: StateHeads, limits, states: dict[str, Array], slots, begun, xbc, dt):
-    inputs = jnp.where(begun[:, None, None], states["inputs"][slots], 0)
-    mixed, inputs = convolution_step(xbc, inputs, weights.convolution, weights.bias)
-    arrays = mixed, *_gates(weights, limits, dt), weights.skip
+    before = states["inputs"], slots, begun
+    mixed, inputs = convolve_rows(*before, xbc[:, None], weights.convolution, weights.bias)
+    arrays = mixed[:, 0], *_gates(weights, limits, dt), weights.skip
     out, after = advance_states(states["states"], slots, begun, *arrays, heads)
-    return out, {"inputs": states["inputs"].at[slots].set(inputs.astype(states["inputs"].dtype)), "states": after}
+    return out, {"inputs": inputs, "states": after}
 
 
 def gated_group_norm(

@@ -8,12 +8,15 @@ from selection import repeat, repeats
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.delta_rule import (
+    CONVOLUTION_STEP,
     DELTA_ROWS,
     DELTA_RULE,
     DELTA_STEP,
     DeltaHeads,
+    advance_rows,
     advance_states,
     causal_convolution,
+    convolve_rows,
     delta_rule_and_states,
     gated_delta_rule,
     gated_rms_norm,
@@ -180,3 +183,28 @@ def test_states_and_steps_follow_float32_on_a_gpu():
     kernels = TritonDeltaRule.of(compute_capability()), TritonDeltaStep.of(compute_capability())
     exact = tuple(x.astype(jnp.float32) for x in half)
     assert max(relative_errors(compute(*kernels, half), compute(ChunkedDeltaRule(), None, exact))) < 6e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kept", "rows"), [(2, 2), (1, 3), (3, 0)])
+def test_rows_of_several_tokens_follow_float32_on_a_gpu(kept, rows):
+    from jaxglue.ops.delta_rule.triton import TritonConvolutionStep, TritonDeltaStep
+
+    heads, S = DeltaHeads(4, 8, 128), 5
+    half = arguments(1, 64, heads, 128, jnp.bfloat16)
+    parts = [tuple(x[0, at : at + S * n].reshape(S, n, -1) for x in half) for at, n in ((0, kept), (32, rows))]
+    slots, begun, counts = jnp.array([5, 0, 2, 7, 1]), jnp.array([1, 1, 0, 1, 1]) > 0, jnp.arange(S) % (kept + 1)
+    states, C = jax.random.normal(jax.random.key(1), (9, 8, 128, 128)), half[0].shape[2]
+    inputs = jax.random.normal(jax.random.key(2), (9, 3, C), jnp.bfloat16)
+    taps = jax.random.normal(jax.random.key(3), (C, 1, 4), jnp.bfloat16)
+
+    def compute(step, convolution, dtype):
+        own = [tuple(x.astype(dtype) if index != 1 else x for index, x in enumerate(part)) for part in parts]
+        with DELTA_STEP.using(step), CONVOLUTION_STEP.using(convolution):
+            out, after = advance_rows(states, slots, begun, own[0], counts, own[1], heads)
+            at = inputs.astype(dtype), slots, begun, own[1][0], taps.astype(dtype)
+            y, last = convolve_rows(*at, kept=own[0][0], counts=counts)
+        return [np.asarray(x, np.float32) for x in (after, last, out, y)[: 4 if rows else 2]]
+
+    kernels = (kind.of(compute_capability()) for kind in (TritonDeltaStep, TritonConvolutionStep))
+    assert max(relative_errors(compute(*kernels, jnp.bfloat16), compute(None, None, jnp.float32))) < 6e-3

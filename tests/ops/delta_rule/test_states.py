@@ -9,6 +9,7 @@ import pytest
 
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.delta_rule import (
+    CONVOLUTION_STEP,
     DELTA_RULE,
     DELTA_STEP,
     DeltaHeads,
@@ -16,6 +17,7 @@ from jaxglue.ops.delta_rule import (
     advance_states,
     causal_convolution,
     convolution_step,
+    convolve_rows,
     delta_rule_and_states,
     last_inputs,
     make_states,
@@ -143,6 +145,42 @@ def test_step_writes_in_place_on_a_gpu(h200):
         several = tuple(shaped((S, 3, *x.shape[1:]), x.dtype) for x in token)
         arguments = shaped((S,), bool), several, shaped((S,), jnp.int32), several
         drafted = rows.lower(states, shaped((S,), jnp.int32), *arguments).compile()
-    for each in (program, drafted):
+        convolve = jax.jit(lambda *values: convolve_rows(*values), donate_argnums=0)
+        places = shaped((S,), jnp.int32), shaped((S,), bool)
+        values = shaped((S, 1, 1024), jnp.bfloat16), shaped((1024, 1, 4), jnp.bfloat16)
+        convolved = convolve.lower(shaped((slots, 3, 1024), jnp.bfloat16), *places, *values).compile()
+    for each in (program, drafted, convolved):
         assert each.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
         assert each.memory_analysis().temp_size_in_bytes < slots * 4 * 128 * 128
+
+
+@pytest.mark.parametrize("kept", [None, 2, 4])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_convolution_of_rows_is_that_of_whole_documents(kept, rows, interpreted):
+    """By the kernel and without: outputs, last inputs behind the kept tokens that count, and other slots' as before."""
+    from jaxglue.ops.delta_rule.triton import TritonConvolutionStep
+
+    C, W, slots, begun = 700, 4, jnp.array([4, 0, 6]), jnp.array([True, False, True])
+    keys = jax.random.split(jax.random.key(0), 5)
+    inputs, weight = jax.random.normal(keys[0], (7, W - 1, C)), jax.random.normal(keys[1], (C, 1, W))
+    x, bias = jax.random.normal(keys[2], (3, rows, C)), jax.random.normal(keys[3], (C,))
+    counts = None if kept is None else jnp.array([kept, 0, 1])
+    before = None if kept is None else jax.random.normal(keys[4], (3, kept, C))
+    if rows == 0 and kept is None:
+        return
+    arrays = inputs, slots, begun, x, weight, bias
+    with CONVOLUTION_STEP.using(None):
+        expected, after = convolve_rows(*arrays, kept=before, counts=counts)
+    for sequence, slot in enumerate(slots.tolist()):
+        old = inputs[slot] if begun[sequence] else jnp.zeros_like(inputs[slot])
+        own = [] if before is None else before[sequence, : int(counts[sequence])]
+        document = jnp.concatenate([old, *([own] if len(own) else []), x[sequence]])
+        segments = pack_segments([[len(document)]], seq_len=len(document))
+        y = causal_convolution(document[None], weight, segments, bias=bias)[0]
+        np.testing.assert_allclose(expected[sequence], y[len(document) - rows :], atol=1e-5)
+        ends = len(document) - (rows if kept is not None else 0)
+        np.testing.assert_array_equal(after[slot], document[ends - W + 1 : ends])
+    with CONVOLUTION_STEP.using(interpreted(TritonConvolutionStep)(compute_capability=90)):
+        got = jax.jit(lambda *arrays: convolve_rows(*arrays, kept=before, counts=counts))(*arrays)
+    np.testing.assert_allclose(got[0], expected, atol=1e-5)
+    np.testing.assert_array_equal(got[1], after)

@@ -196,7 +196,10 @@ def test_a_token_attended_as_it_is_written_equals_two_passes(
 
 
 @pytest.mark.parametrize("cache_dtype", [jnp.float32, FP8])
-@pytest.mark.parametrize(("group", "has_norms", "rotates"), [(4, True, True), repeat(5, False, True), (1, True, False)])
+@pytest.mark.parametrize(
+    ("group", "has_norms", "rotates"),
+    [(4, True, True), repeat(5, False, True), (1, True, False), repeat(1, False, False)],
+)
 def test_interpreted_append_matches_the_reference(group, has_norms, rotates, cache_dtype, interpreted):
     style = LLAMA_NORM if group == 4 else NormStyle(1.0, False)
     arrays, rotary, norms = append_case(5, 2 * group, 2, 24 if group == 5 else 16, cache_dtype, style)
@@ -255,13 +258,16 @@ def test_attention_of_several_tokens_is_that_of_each_on_a_gpu(sizes, window, mon
     assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(("turning", "launches"), [(1.0, 2), repeat(0.25, 3)])
 @pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, repeat(FP8)])
-def test_kernels_compile_for_a_gpu_and_write_in_place(h200, cache_dtype):
+def test_kernels_compile_for_a_gpu_and_write_in_place(h200, cache_dtype, turning, launches):
+    """One pass norms, rotates and writes; heads of which a part turns are written by another."""
     S, N, K, H = 64, 32, 8, 128
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
     cache = jax.eval_shape(lambda: make_pages(100, K, 64, H, cache_dtype))
     cache = jax.tree.map(lambda x: of(*x.shape, dtype=x.dtype), cache)
-    rotary, ints = Rotary(RopeConfig(rope_theta=100.0), H), partial(of, dtype=jnp.int32)
+    rotary = Rotary(RopeConfig(rope_theta=100.0, partial_rotary_factor=turning), H)
+    ints = partial(of, dtype=jnp.int32)
 
     def step(q, k, v, cache, tables, positions, weights, sinks):
         rope = RopeTables((rotary,), (rope_tables(positions[None], rotary.config, H),))
@@ -274,7 +280,8 @@ def test_kernels_compile_for_a_gpu_and_write_in_place(h200, cache_dtype):
         jitted = jax.jit(step, donate_argnums=3)
         program = jitted.lower(*new, cache, ints(S, 8), ints(S), (of(H), of(H)), of(N)).compile()
     text = program.as_text()
-    assert text.count("triton_kernel_call_ffi") == 2
+    assert text.count("triton_kernel_call_ffi") == launches
+    assert "scatter(" not in text
     assert not [line for line in text.splitlines() if " copy(" in line and "[100,8,64" in line], "the cache is copied"
 
 
