@@ -363,7 +363,7 @@ YARDSTICK = "qwen3-30b-a3b"
 _COLUMNS = "ms", "tokens/s", "peak GiB", "host GiB", "checkpointing", "kernels", "of the limit"
 
 
-def _checkpointing(result: dict) -> str:
+def checkpointing(result: dict) -> str:
     """Return a peer's fastest kind of checkpointing, and what the others that it tried took."""
     others = [each for each in result.get("tried", ()) if each["checkpointing"] != result["checkpointing"]]
     told = [f"{each['checkpointing']} " + (f"{each['ms']:,.1f} ms" if "ms" in each else "failed") for each in others]
@@ -391,7 +391,7 @@ def summary(results: list[dict]) -> list[dict]:
                 "tokens/s": f"{result['tokens'] / result['ms'] * 1e3:,.0f}",
                 "peak GiB": f"{result['peak_gib']:.1f}" if "peak_gib" in result else "-",
                 "host GiB": f"{result['host_gib']:.1f}" if "host_gib" in result else "-",
-                "checkpointing": _checkpointing(result),
+                "checkpointing": checkpointing(result),
                 "kernels": f"{result['kernels']:,}" if "kernels" in result else "-",
                 "of the limit": f"{share:.0%}" if "kernels" in result else "-",
             }
