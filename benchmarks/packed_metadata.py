@@ -18,6 +18,7 @@ host while the GPU is busy, has its own column.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,10 @@ class Stack:
 
 
 def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
-    """Return, for each way, a function that builds the layers' context from numpy metadata once per batch."""
+    """Return, for each way, a function that builds the layers' context from numpy metadata once per batch.
+
+    Ways that rebuild metadata come after those that they are compared with.
+    """
     rope = jax.jit(config.rope_tables)
     mask = jax.jit(dense_mask)
 
@@ -149,24 +153,23 @@ def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
         return DenseContext(**parts, mask=mask(parts["segments"]))
 
     return {
-        "dense, rebuilt": lambda: DenseContext(**shared(), mask=None),
-        "dense, cached": cached,
-        "ours, rebuilt": lambda: RebuiltContext(**shared(), config=config),
         "ours": lambda: PackedContext(**shared()),
+        "ours, rebuilt": lambda: RebuiltContext(**shared(), config=config),
+        "dense, cached": cached,
+        "dense, rebuilt": lambda: DenseContext(**shared(), mask=None),
     }
 
 
-def measure(shape: str, tokens: int, layers: int | None, quantize: str = "none") -> list[dict]:
-    """Return a row for each way."""
+def measure(shape: str, tokens: int, layers: int | None, quantize: str = "none") -> Iterator[dict]:
+    """Yield a row for each way."""
     stack, lengths = Stack(shape, layers, quantize), uniform_lengths(tokens)
     pack = partial(pack_segments, [lengths], seq_len=tokens)
     x = jax.random.normal(jax.random.key(0), (1, tokens, stack.config.hidden_size), jnp.bfloat16)
-    times = {}
+    times, host = {}, milliseconds(pack)
     for way, make in contexts(stack.config, pack()).items():
         forward = milliseconds(lambda make=make: stack.forward(x, make())[0])
         times[way] = forward, milliseconds(stack.step, x, make), device_milliseconds(make)
-    host = milliseconds(pack)
-    return [{**row(shape, tokens, way, times, host), "base": quantize} for way in times]
+        yield {**row(shape, tokens, way, times, host), "base": quantize}
 
 
 def row(shape: str, tokens: int, way: str, times: dict[str, tuple[float, float, float]], host: float) -> dict:
@@ -198,10 +201,12 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for shape in args.shapes:
-        results += measure(shape, args.tokens, args.layers, args.quantize)
-        print(table(results[-4:]), flush=True)
-    if args.json:
-        write_results(args.json, results)
+        for result in measure(shape, args.tokens, args.layers, args.quantize):
+            results.append(result)
+            print(*result.values(), sep="  ", flush=True)
+            if args.json:
+                write_results(args.json, results)
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.compiler import Lowering
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
-from jaxglue.engine.residency import DEVICE
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.candidates import most
@@ -153,9 +152,7 @@ def fit(setting: Setting, shape: MeshShape) -> tuple[Workload, Sequence[RematPol
             return bool(planner(count).choose(host_memory=0))
         return False
 
-    counts = range(1, layers + 1)
-    whole = most(counts, lambda count: planner(count).memory_share(0, DEVICE) <= 1)
-    fitting = most(counts, fits) if whole is None else whole  # in tiles where not one layer has room for whole rows
+    fitting = most(range(1, layers + 1), fits)
     if fitting is None:
         raise ValueError(f"one layer of {setting.shape} and its embeddings do not fit {gpu.name} on {shape}")
     if fitting == layers and setting.remat != AUTO:

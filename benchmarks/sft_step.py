@@ -13,6 +13,7 @@ arrive; `--merge` combines files.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -235,9 +236,15 @@ class Inputs:
 
 
 def run(
-    engine: str, name: str, row: Row, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace
+    engine: str,
+    name: str,
+    row: Row,
+    files: dict[str, Path],
+    gpu: dict[str, str],
+    args: argparse.Namespace,
+    limit: float,
 ) -> dict:
-    """Run an engine in its own process and return its result or error."""
+    """Run an engine in its own process for at most `limit` seconds and return its result or error."""
     further, environment = [], os.environ | gpu
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
@@ -262,7 +269,7 @@ def run(
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
     log = args.logs and args.logs / f"{name.replace(' ', '-').replace(',', '')}-{engine}.txt"
-    return execute(command, environment, args.limit, log)
+    return execute(command, environment, limit, log)
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
@@ -312,7 +319,7 @@ class Measurements:
     """Results of all rows in order, written as they arrive."""
 
     def __init__(self, args: argparse.Namespace):
-        self._args, self._lock = args, Lock()
+        self._args, self._lock, self._end = args, Lock(), time.monotonic() + args.budget
         self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps, engines=args.engines)
         self._gpus = FreeGpus(args.gpus)
         self._results: dict[str, list[dict]] = {name: [] for name in args.rows}
@@ -331,7 +338,10 @@ class Measurements:
             row = replace(row, memory_limit=self._args.memory_limit) if self._args.memory_limit else row
             engines = [engine for engine in row.engines if engine in self._args.engines]
             for engine in reversed(engines) if row.peer_memory else engines:
-                result = run(engine, name, row, files, gpu, self._args)
+                if (left := self._end - time.monotonic()) <= 0:
+                    print(f"{name}, {engine}: not begun within {self._args.budget:.0f} s", flush=True)
+                    continue
+                result = run(engine, name, row, files, gpu, self._args, min(self._args.limit, left))
                 self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **measured_now(), **result})
                 if row.peer_memory and engine == "unsloth" and "peak_gib" in result:
                     row = replace(row, memory_limit=round(result["peak_gib"], 2))
@@ -353,7 +363,7 @@ YARDSTICK = "qwen3-30b-a3b"
 _COLUMNS = "ms", "tokens/s", "peak GiB", "host GiB", "checkpointing", "kernels", "of the limit"
 
 
-def _checkpointing(result: dict) -> str:
+def checkpointing(result: dict) -> str:
     """Return a peer's fastest kind of checkpointing, and what the others that it tried took."""
     others = [each for each in result.get("tried", ()) if each["checkpointing"] != result["checkpointing"]]
     told = [f"{each['checkpointing']} " + (f"{each['ms']:,.1f} ms" if "ms" in each else "failed") for each in others]
@@ -381,7 +391,7 @@ def summary(results: list[dict]) -> list[dict]:
                 "tokens/s": f"{result['tokens'] / result['ms'] * 1e3:,.0f}",
                 "peak GiB": f"{result['peak_gib']:.1f}" if "peak_gib" in result else "-",
                 "host GiB": f"{result['host_gib']:.1f}" if "host_gib" in result else "-",
-                "checkpointing": _checkpointing(result),
+                "checkpointing": checkpointing(result),
                 "kernels": f"{result['kernels']:,}" if "kernels" in result else "-",
                 "of the limit": f"{share:.0%}" if "kernels" in result else "-",
             }
@@ -450,6 +460,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for what engines print beside results")
     parser.add_argument("--stacks", type=float, help="seconds after which a peer prints where it is, again and again")
     parser.add_argument("--limit", type=float, default=600, help="seconds that an engine may take for a row")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all engines of all rows")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")
     parser.add_argument("ours_flags", nargs="*", help="further flags for sft_ours.py, after --")

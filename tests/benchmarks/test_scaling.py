@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -59,6 +60,19 @@ def test_cases_beyond_the_budget_are_named(run):
     rows = run("70b-lora:fsdp=2", "8b-lora:data=1", budget=1.0)
     assert "killed" in rows["70b-lora:fsdp=2"]["error"]
     assert rows["8b-lora:data=1"]["not_run"].startswith("not begun within")
+
+
+def test_a_long_document_passes_in_tiles_through_all_layers_wanted(monkeypatch):
+    import scaling_step
+
+    from jaxglue.planner.gpus import find_gpu
+    from jaxglue.sharding.mesh import MeshShape
+
+    monkeypatch.setattr(scaling_step, "device_gpu", lambda device: find_gpu("H200"))
+    monkeypatch.setattr(scaling_step.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    setting = scaling_step.Setting(**scaling_step.MODELS["half-million"] | {"layers": 4})  # whole rows: through two
+    work, policies = scaling_step.fit(setting, MeshShape())
+    assert work.config.num_hidden_layers == len(policies) == 4 and work.tile
 
 
 @pytest.mark.parametrize(("gpus", "experts"), [(2, "expert=2"), (4, "data=2,expert=2"), (8, "data=4,expert=2")])

@@ -121,6 +121,18 @@ def test_the_summary_says_what_a_peer_tried():
     assert shown["checkpointing"] == "device (offload 3.0 ms, none failed)" and shown["host GiB"] == "1.2"
 
 
+def test_engines_share_the_seconds_of_the_budget(tmp_path, monkeypatch, capsys):
+    import sft_step
+
+    clock, limits = iter([0.0, 4.0, 9.0, 10.0]), []  # begun, then before each engine
+    monkeypatch.setattr(sft_step.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sft_step, "run", lambda *given: limits.append(given[-1]) or {"error": "x"})
+    flags = ["--rows", "tiny", "--engines", "ours", "unsloth", "peft", "--scratch", str(tmp_path), "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["sft_step.py", *flags, "--limit", "5", "--budget", "10"])
+    sft_step.main()
+    assert limits == [5.0, 1.0] and "tiny, peft: not begun within 10 s" in capsys.readouterr().out
+
+
 def test_only_models_that_were_made_are_deleted(prepared, tmp_path):
     import sft_step
 
