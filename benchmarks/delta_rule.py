@@ -214,17 +214,22 @@ def steps_by_tiles(sequences: int, tokens: int = 2, layers: int = 8) -> Iterator
     def convolve(x, qkv, g, beta):
         return convolve_rows(x, *at, qkv, taps, kept=kept[0], counts=counts)[1]
 
-    cases = [
-        *(("step", one, DELTA_STEP, {"one": tiles}, states, f"{tiles}") for tiles in TILES["step"]),
-        *(("rows", several, DELTA_STEP, {"several": tiles}, states, f"{tiles}") for tiles in TILES["rows"]),
-        *(("convolution", convolve, CONVOLUTION_STEP, name, inputs, name) for name in ("reference", "triton")),
+    steps = {"step": (one, "one"), "rows": (several, "several")}
+    cases: list[tuple] = [
+        (name, call, {field: tiles}, "{} columns by {} warps".format(*tiles))
+        for name, (call, field) in steps.items()
+        for tiles in TILES[name]
     ]
-    for name, call, operation, tiles, stored, label in cases:
-        if operation is DELTA_STEP:
+    for name, call, tiles, label in [
+        *cases,
+        *(("convolution", convolve, None, way) for way in ("reference", "triton")),
+    ]:
+        operation, stored = (CONVOLUTION_STEP, inputs) if tiles is None else (DELTA_STEP, states)
+        if tiles is not None:
             of = {field: DeltaKernelTiles(columns=c, num_warps=w) for field, (c, w) in tiles.items()}
             kernel: Any = TritonDeltaStep.of(capability, **of)
         else:
-            kernel = None if tiles == "reference" else TritonConvolutionStep.of(capability)
+            kernel = None if label == "reference" else TritonConvolutionStep.of(capability)
 
         def advance(all_states, *tokens, operation=operation, kernel=kernel, call=call):
             with operation.using(kernel):

@@ -21,11 +21,11 @@ ROWS_AS_LONG = 256
 Measured on an H200 (`generation_h200.json`): Qwen3-8B takes 4.2 ms for one sequence and 14 for 256, of which reading
 their keys and values takes 6.
 """
-DRAFTED_AS_LONG, DRAFTED_BYTES = 90, 1e9
+DRAFTED_AS_LONG, DRAFTED_BYTES = 135, 1e9
 """The same of rows that verify drafts, and bytes that are read in the time that a step with drafts takes beside.
 
 Measured on an H200 (`drafts.json`, `drafts_many.json`): with a draft each, a step of Qwen3.5-9B takes 0.5 ms more for
-one sequence, 4.5 for 64 and 14 for 256, where reading its weights takes 4.3.
+one sequence, 3.4 for 64 and 10.8 for 256, where reading its weights takes 4.3.
 """
 _PRIOR, _STEPS = 0.7, 4.0
 """Share of drafts that are accepted before any was seen, and the steps that this counts as."""

@@ -259,9 +259,6 @@ UNTRIED: set[str] = {
     "experts with few rows in training's order",
     "experts' low ranks by several programs",
     "Kimi Delta Attention",
-    "attention of several tokens of a sequence",
-    "convolution of a decode step",
-    "sums of several adapters",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""

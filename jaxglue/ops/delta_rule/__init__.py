@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_tried, check_triton
+from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, Reads, check_triton
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.delta_rule.convolution import fused_convolution, reference_convolution
 from jaxglue.ops.delta_rule.forks import with_copies
@@ -158,11 +158,6 @@ DELTA_STEP = Operation(
 )
 
 
-def _check_convolution(capability: Capability | None, call: DeltaRowsCall) -> None:
-    _check_rows(capability, call)
-    check_tried("convolution of a decode step")
-
-
 def _load_convolution(capability: Capability, call: DeltaRowsCall) -> "TritonConvolutionStep":
     from jaxglue.ops.delta_rule.triton import TritonConvolutionStep
 
@@ -173,7 +168,7 @@ CONVOLUTION_STEP = Operation(
     name="step of a convolution",
     backends={
         "triton": Backend(
-            check=_check_convolution,
+            check=_check_rows,
             load=_load_convolution,
             advantage="inputs are read and written once, in place",
             reads={DeltaRowsCall: {"dtype": None, "taps": (4,)}},

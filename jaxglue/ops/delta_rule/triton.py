@@ -154,8 +154,8 @@ class TritonDeltaStep(Launcher):
     """`advance_states` and `advance_rows` by our own kernels, in place."""
 
     one: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=32))
-    several: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=16, num_warps=1))
-    """Tiles of several tokens: sums within one warp wait for no barrier."""
+    several: DeltaKernelTiles = field(default_factory=lambda: DeltaKernelTiles(columns=32, num_warps=1))
+    """Tiles of several tokens: sums within one warp wait for no barrier (`benchmarks/delta_rule.py --tiles`)."""
 
     def __call__(self, states, slots, begun, qkv, g, beta, heads: DeltaHeads) -> tuple[jax.Array, jax.Array]:
         """Return (outputs, states)."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_tried, check_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_triton
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate, scale_queries, style_of
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
@@ -81,8 +81,6 @@ class AppendAndAttendCall:
 
 def _check(capability: Capability | None, call: PagedCall) -> None:
     _check_cache(capability, call.dtype, call.cache)
-    if call.rows > 1:
-        check_tried("attention of several tokens of a sequence")
 
 
 def _check_cache(capability: Capability | None, dtype: jnp.dtype, cache: KVPages) -> None:

@@ -192,7 +192,7 @@ def test_rows_of_several_tokens_follow_float32_on_a_gpu(kept, rows):
 
     heads, S = DeltaHeads(4, 8, 128), 5
     half = arguments(1, 64, heads, 128, jnp.bfloat16)
-    parts = [tuple(x[0, at : at + S * n].reshape(S, n, -1) for x in half) for at, n in ((0, kept), (32, rows))]
+    parts = [tuple(x[0, at : at + S * n].reshape(S, n, x.shape[2]) for x in half) for at, n in ((0, kept), (32, rows))]
     slots, begun, counts = jnp.array([5, 0, 2, 7, 1]), jnp.array([1, 1, 0, 1, 1]) > 0, jnp.arange(S) % (kept + 1)
     states, C = jax.random.normal(jax.random.key(1), (9, 8, 128, 128)), half[0].shape[2]
     inputs = jax.random.normal(jax.random.key(2), (9, 3, C), jnp.bfloat16)
