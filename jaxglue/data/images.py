@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -20,6 +20,8 @@ from jaxglue.vision.rows import Image, RowImages, image_positions
 from jaxglue.vision.videos import frame_pairs
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from jaxglue.data.store import TokenStore
 
 _TAG = "<image>"
@@ -39,6 +41,12 @@ class ImageRules:
     """The token of features, then further ones of images."""
     positions: bool
     """Tokens have positions by time, height and width."""
+
+    @classmethod
+    def of(cls, processor: Processor, tokenizer: "PreTrainedTokenizerBase", folder: Path | None) -> Self:
+        """Return the rules of a model's processor and tokenizer, for images whose paths begin at a folder."""
+        tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
+        return cls(processor=processor, folder=folder, tokens=tuple(tokens), positions=processor.positions)
 
     def attach(self, content: Any, media: Sequence[Any]) -> Any:
         """Return a row's content with the images of its columns in their places.

@@ -87,10 +87,7 @@ def make_rules(
         max_tokens: of an image, at most.
     """
     processor = read_vision(folder, max_tokens, tokenizer)
-    if processor is None:
-        return None
-    tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
-    return ImageRules(processor=processor, folder=files, tokens=tuple(tokens), positions=processor.positions)
+    return None if processor is None else ImageRules.of(processor, tokenizer, files)
 
 
 def attach(rules: ImageRules | None, chat: Chat, media: Sequence[Any]) -> Chat:
