@@ -1,6 +1,7 @@
 """The FLOPs by which a tower's time is predicted, beside those of its traced program."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,8 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxglue.engine.policy import parse_policy
 from jaxglue.models import abstract_model, config_from_hf, with_vision
-from jaxglue.planner.vision import TowerCost
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.vision import TowerCost, tower_seconds
+from jaxglue.planner.workload import TowerWork, Workload
 from jaxglue.settings.recipe import SHIPPED
 from jaxglue.vision.processor import read_processor
 from jaxglue.vision.rows import Image, pack_patches
@@ -41,3 +47,17 @@ def test_flops_of_a_tower_are_those_of_its_program():
     program = jax.make_jaxpr(lambda state, patches: nnx.merge(graph, state)(patches, jnp.bfloat16, backend="reference"))
     traced = products(program(state, pack_patches([[image]], processor, grid.patches)).jaxpr)
     assert sum(TowerCost(config, grid.patches).flops) == pytest.approx(traced, rel=0.01)
+
+
+def test_a_tower_that_runs_in_each_step_takes_its_time():
+    raw, gpu = json.loads((SHIPPED / "quickstart" / "seeing" / "config.json").read_text()), find_gpu("H200")
+    raw["text_config"] |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    tower, passes = TowerWork(0.01, 64.0), {}
+    for trains, lora in (("none", LoraConfig()), ("projector", LoraConfig()), ("all", LoraConfig()), ("all", None)):
+        config = with_vision(config_from_hf(raw), raw, trains=trains)
+        work = Workload(config=config, batch_size=2, seq_len=512, lora=lora, tower=tower, gradient_accumulation_steps=3)
+        image = TowerCost(config, 64).seconds(gpu)
+        passes[trains, lora is None] = tower_seconds(work, gpu) / (0.01 * 2 * 512 * image)
+    assert [*passes.values()] == pytest.approx([1, 1, 3, 4]) and tower_seconds(replace(work, tower=None), gpu) == 0
+    with_tower, without = (Planner(w, gpu).plan(parse_policy("full")) for w in (work, replace(work, tower=None)))
+    assert with_tower.seconds - without.seconds == pytest.approx(3 * tower_seconds(work, gpu))
