@@ -15,13 +15,13 @@ from jaxglue.data.store import TokenStore
 from jaxglue.generation.sight import make_rules
 from jaxglue.rl.conversation import ConversationTemplate
 from jaxglue.rl.episode_process import EnvironmentKind
-from jaxglue.rl.hosts import GivenConnection, ObjectHost
+from jaxglue.rl.hosts import FunctionHost, GivenConnection, ObjectHost, read_reply
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.pack import groups_of, pack_groups
 from jaxglue.rl.prompts import Prompt
 from jaxglue.settings.recipe import SHIPPED
 from jaxglue.vision.images import digest_of, read_image
-from tests.rl.forced import converse, environment_of
+from tests.rl.forced import converse, make_environment
 
 OBJECTIVE = SimpleNamespace(masks_truncated=False)
 FOLDER = SHIPPED / "quickstart" / "seeing"
@@ -53,9 +53,10 @@ def hold(seeing):
         patches = {image.cache_key: image.decoded(rules.processor).patches for image in images}
         return {key: each[:: rules.processor.merge**2, :4].astype(np.float32) for key, each in patches.items()}
 
-    def make(reply, *, episodes=1, shows=True, **settings):
+    def make(reply, *, episodes=1, shows=True, begin=None, **settings):
         template = ConversationTemplate(tokenizer, rules)
-        environment = environment_of(tokenizer, reply, template=template, shows=shows, any_tool=False, **settings)
+        begin = begin or (lambda prompt, seed: FunctionHost(reply, prompt.origin))
+        environment = make_environment(tokenizer, begin, template=template, shows=shows, any_tool=False, **settings)
         content = [{"role": "user", "content": "What?"}]
         prompt = Prompt("rows:1", content, template.prompt(content, None), {})
 
@@ -91,23 +92,28 @@ def test_images_stand_in_rows_where_the_template_put_them(seeing, hold, branches
         np.testing.assert_array_equal(turn.images.places, places_of(seeing, turn.prompt))
 
 
-def test_rows_share_no_beginning_with_other_images(seeing, hold):
+class Resetting(FunctionHost):
+    def __init__(self, color):
+        super().__init__(lambda messages, last: None, "rows:1")
+        self._color = color
+
+    def reset(self, prompt):
+        return read_reply(shown(self._color))
+
+
+@pytest.mark.parametrize("colors", [("red", "blue"), ("red", "red")])
+def test_rows_share_no_beginning_with_other_images(seeing, hold, colors):
     """Their tokens are equal."""
-    number = count()
-    prompt, samples = hold(
-        lambda messages, last: None if len(messages) > 2 else shown(("red", "blue")[next(number) % 2]),
-        **{"episodes": 2, "branches": True, "at_once": 1},
-    )
-    rows = [list(sample.rows(prompt.tokens))[1] for sample in samples]
+    rules, number = seeing[1], count()
+    prompt, samples = hold(None, episodes=2, at_once=1, begin=lambda *_: Resetting(colors[next(number)]))
+    rows = [next(sample.rows(prompt.tokens)) for sample in samples]
     assert rows[0].prompt == rows[1].prompt
-    rules = seeing[1]
     (group,) = groups_of(OBJECTIVE, [prompt], [samples], np.ones((1, 2)), rules=rules)
-    assert not group.images and [len(answer.images) for answer in group.answers] == [0, 1, 0, 1]
-    keys = {answer.images[0].image.key for answer in group.answers if answer.images}
-    assert len(keys) == 2
-    same = [samples[0], samples[0]]
-    (group,) = groups_of(OBJECTIVE, [prompt], [same], np.ones((1, 2)), rules=rules)
-    assert len(group.prompt) <= len(prompt.tokens)  # the first turn follows the prompt alone
+    shared = len(set(colors)) == 1
+    assert len(group.images) == shared and [len(answer.images) for answer in group.answers] == [not shared] * 2
+    assert (len(group.prompt) == len(rows[0].prompt)) == shared
+    for answer, row in zip(group.answers, rows, strict=True):
+        assert [len(group.prompt) + first for first, _ in answer.images] == ([] if shared else row.firsts)
 
 
 @pytest.mark.parametrize("lines", [1, 2, 3])

@@ -108,6 +108,13 @@ def test_a_completion_of_tokens_sees_images_in_their_places(client, served):
 
     values = [score(color, first).json()["choices"][0]["logprobs"]["token_logprobs"][-1] for color in ("red", "blue")]
     assert values[0] == pytest.approx(said["logprob"], abs=1e-4) and abs(values[1] - values[0]) > 1e-3
+    written = client.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": tokens, "images": [part(png("red")) | {"token": first}]}
+        | {"logprobs": 1, "max_tokens": 1, "temperature": 0},
+    ).json()["choices"][0]
+    assert written["text"] == said["token"]
+    assert written["logprobs"]["token_logprobs"] == pytest.approx([said["logprob"]], abs=1e-4)
     for token, message in ((first + 1, "other ones there"), (0, "other ones"), (999, "its first in prompt")):
         reply = score("red", token)
         assert reply.status_code == 400 and message.removesuffix(" there") in reply.text
