@@ -211,3 +211,35 @@ def test_objects_show_images_in_resets_results_and_replies():
     for reply, colors in ((begun, ["red"]), (results, ["blue", "green"]), (replied, ["blue"])):
         pixels = [read_image(source.data).getpixel((0, 0)) for source in reply.images]
         assert pixels == [ImageColor.getrgb(color) for color in colors]
+
+
+CALLS = """
+{%- for call in message.tool_calls or [] %}
+{%- set function = {"name": call.function.name, "arguments": call.function.arguments} %}
+{{- '<tool_call>\\n' + function | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}"""
+
+
+def test_results_of_tools_show_images_behind_the_calls_as_they_were_written(seeing):
+    tokenizer, rules = AutoTokenizer.from_pretrained(FOLDER), seeing[1]
+    tokenizer.chat_template = tokenizer.chat_template.replace(" + '<|im_end|>\\n' }}", " }}" + CALLS)
+    template = ConversationTemplate(tokenizer, rules)
+    tool = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    tools, prompt = [{"type": "function", "function": tool}], [{"role": "user", "content": "What?"}]
+    written = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
+    tokens = tokenizer.encode(written, add_special_tokens=False)
+    said = template.message(tokens, tools, 0, ended=True)
+    assert len(said["tool_calls"]) == 1
+    content = [{"type": "image"}, {"type": "text", "text": "the page"}]
+    grids = [rules.shown(base64.b64decode(png("red").partition(",")[2])).grid]
+    between = template.between(
+        prompt, [said], [{"role": "tool", "content": content}], tools, tokens[-1], "rows:1", grids
+    )
+    image = f"<|vision_start|>{'<|image_pad|>' * 8}<|vision_end|>"
+    expected = f"\n<|im_start|>tool\n{image}the page<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(between) == expected and rules.firsts(np.array(between), grids) == [
+        between.index(rules.tokens[0])
+    ]
+    with pytest.raises(ValueError, match=r"--environment, rows:1: the chat template writes 1 places .* for 2 images"):
+        template.between(prompt, [said], [{"role": "tool", "content": content}], tools, tokens[-1], "rows:1", grids * 2)
