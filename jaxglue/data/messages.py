@@ -190,7 +190,7 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
     parts = list[dict[str, Any]]()
     for part in content:
         if is_image(part):
-            images.append(next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None))
+            images.append(_image_of(part))
             parts.append({"type": "image"})
         elif is_video(part):
             images.append(part)
@@ -203,6 +203,14 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
 """Keys of a part of a message under which its image may be."""
+
+
+def _image_of(part: dict[str, Any]) -> Any:
+    """Return what a part says its image is, base64 as such; None where a column has it."""
+    key = next((key for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None)
+    value = None if key is None else part[key]
+    is_base64 = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
+    return {"base64": value} if is_base64 else value
 
 
 def is_image(part: Any) -> bool:

@@ -67,6 +67,12 @@ def forms(url, folder):
     return {
         "trl": {"messages": [{"role": "user", "content": [part, text]}, answer], "images": [url]},
         "inline": {"messages": [{"role": "user", "content": [{"type": "image", "image": url}, text]}, answer]},
+        "base64": {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "base64": url.partition(",")[2]}, text]},
+                answer,
+            ]
+        },
         "openai": {
             "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]},
