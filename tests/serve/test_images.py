@@ -82,6 +82,26 @@ def test_an_image_answers_alike_in_every_protocol_and_unlike_another(client):
     assert responses["usage"]["input_tokens"] == counted["usage"]["prompt_tokens"]
 
 
+def test_results_of_tools_show_images_in_either_protocol(client, served, monkeypatch):
+    calls = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    template = served[0].tokenizer.chat_template
+    template = template.replace("{{- '<|im_start|>'", f"{calls}{{{{- '<|im_start|>'", 1)
+    monkeypatch.setattr(served[0].tokenizer, "chat_template", template)
+    source = {"type": "base64", "media_type": "image/png", "data": png("red")}
+    result = [{"type": "image", "source": source}, {"type": "text", "text": "The page."}]
+    asked, called = {"role": "user", "content": "Look."}, {"id": "t1", "name": "look"}
+    turns = [asked, {"role": "assistant", "content": [{"type": "tool_use", "input": {}, **called}]}]
+    turns.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}]})
+    body = {"model": "tiny", "max_tokens": 4}
+    anthropic = client.post("/v1/messages", json=body | {"messages": turns}).json()
+    call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "t1", "content": [part(png("red")), result[1]]})
+    chat = client.post("/v1/chat/completions", json=body | {"messages": turns}).json()
+    assert anthropic["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 16
+    assert anthropic["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
 def test_frames_of_a_video_are_read_in_pairs(client):
     options = {"logprobs": True, "top_logprobs": 5}
 
