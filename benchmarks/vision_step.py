@@ -183,7 +183,7 @@ def main() -> None:
 
 def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the results of the peer, which has the GPU for itself as long as no array is on it, then ours."""
-    settings: dict[str, Any] = dict(pair.split("=", 1) for pair in args.set)
+    settings: dict[str, Any] = {name: parsed(value) for name, value in (pair.split("=", 1) for pair in args.set)}
     settings |= {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
     model = make_model(folder / "model", args.shape)
     files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
@@ -202,6 +202,14 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
             **found,
             "gpu": jax.devices()[0].device_kind,
         }
+
+
+def parsed(value: str) -> Any:
+    """Return a setting's value: JSON's, or a text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def read_documents(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> Any:
