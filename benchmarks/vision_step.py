@@ -2,12 +2,14 @@
 
     python benchmarks/vision_step.py --shape qwen3.5-9b --documents 96 --epochs 3 --json results.json
     python benchmarks/vision_step.py --rows pictures short --memory-limit 22 --json results.json
+    python benchmarks/vision_step.py --rows pictures --set train_vision=all quantize=nf4 --json results.json
     python benchmarks/vision_step.py --rows --peer /venv/bin/python --json results.json
 
 Weights are random, adapters of the text train, and the tower is frozen: its features are computed in the first epoch
 and kept. A step is one row of `--seq-len` tokens, of pictures with sides of 448 to 1,344 pixels and texts of 32 to 512
-words; `short` rows have at most 640 pixels and 384 words, fewer than 800 tokens. `--peer` measures Unsloth on the same
-documents (`peers/vision.py`), before ours, in a process that has the GPU for itself.
+words; `short` rows have at most 640 pixels and 384 words, fewer than 800 tokens. A result holds the planned memory and
+time of a step, which counts a tower that runs in each. `--peer` measures Unsloth on the same documents
+(`peers/vision.py`), before ours, in a process that has the GPU for itself.
 """
 
 import argparse
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", nargs="*", choices=("pictures", "short", "texts"), default=["pictures", "texts"])
     parser.add_argument("--memory-limit", type=float, help="GiB")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of training, as train_vision=all")
     parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
     parser.add_argument("--peer-path", type=Path, help="folder of its packages, in the place of PYTHONPATH")
     parser.add_argument("--peer-limit", type=float, default=240.0, help="seconds after which the peer is killed")
@@ -180,7 +183,8 @@ def main() -> None:
 
 def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the results of the peer, which has the GPU for itself as long as no array is on it, then ours."""
-    settings: dict[str, Any] = {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
+    settings: dict[str, Any] = {name: parsed(value) for name, value in (pair.split("=", 1) for pair in args.set)}
+    settings |= {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
     model = make_model(folder / "model", args.shape)
     files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
     files["short"] = make_data(folder / "short", args.documents, **SHORT)
@@ -191,7 +195,21 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
             lengths = read_documents(model, files["pictures"], args, folder).lengths.tolist()
             files["texts"] = as_texts(folder / "texts.jsonl", lengths)
         found = measure(folder, model, files[rows], args, **settings)
-        yield {"rows": rows, "memory_limit": args.memory_limit, **found, "gpu": jax.devices()[0].device_kind}
+        yield {
+            "rows": rows,
+            "memory_limit": args.memory_limit,
+            "set": args.set,
+            **found,
+            "gpu": jax.devices()[0].device_kind,
+        }
+
+
+def parsed(value: str) -> Any:
+    """Return a setting's value: JSON's, or a text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def read_documents(model: Path, data: Path, args: argparse.Namespace, folder: Path) -> Any:

@@ -36,6 +36,7 @@ class DecisionEncoder(UnitEncoder):
     format = "decisions"
     keys = frozenset({"state", "questions", "gold"})
     optional = frozenset(IMAGE_COLUMNS)
+    sees = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None, rows: int | None = None):
         super().__init__(tokenizer, system=system)

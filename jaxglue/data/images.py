@@ -3,26 +3,28 @@
 import re
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxglue.data.messages import Chat, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
-from jaxglue.vision.images import MAX_PIXELS, ImageSource, image_source
+from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
 from jaxglue.vision.rows import Image, RowImages, image_positions
 from jaxglue.vision.videos import frame_pairs
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from jaxglue.data.store import TokenStore
 
-_TAG = "<image>"
+IMAGE_TAG = "<image>"
 """Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
 _DECODERS = 4
 """Images decoded at a time."""
@@ -39,6 +41,12 @@ class ImageRules:
     """The token of features, then further ones of images."""
     positions: bool
     """Tokens have positions by time, height and width."""
+
+    @classmethod
+    def of(cls, processor: Processor, tokenizer: "PreTrainedTokenizerBase", folder: Path | None) -> Self:
+        """Return the rules of a model's processor and tokenizer, for images whose paths begin at a folder."""
+        tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
+        return cls(processor=processor, folder=folder, tokens=tuple(tokens), positions=processor.positions)
 
     def attach(self, content: Any, media: Sequence[Any]) -> Any:
         """Return a row's content with the images of its columns in their places.
@@ -112,6 +120,21 @@ class ImageRules:
             raise ValueError("the prompt names tokens of images by itself: take them out of the text")
         return tokens, places
 
+    def places(self, tokens: Int[np.ndarray, " tokens"], first: int, count: int) -> Int32[np.ndarray, " I"]:
+        """Return the tokens of an image's features, by the first of them."""
+        return (first + np.flatnonzero(tokens[first:] == self.tokens[0])[:count]).astype(np.int32)
+
+    def firsts(self, tokens: Int[np.ndarray, " tokens"], grids: Sequence[Grid]) -> list[int]:
+        """Return the first token of each image, in order, of those that begin in tokens that show no others."""
+        places = np.flatnonzero(tokens == self.tokens[0])
+        before = np.cumsum([0, *map(self.processor.tokens, grids)])[:-1]
+        return places[before[before < len(places)]].tolist()
+
+    def shown(self, data: bytes) -> Image:
+        """Return an image that an environment showed, without patches; raise ValueError for one that is none."""
+        grid = self.processor.grid(*image_size(data))
+        return Image(key=digest_of(data), grid=grid, read=lambda: data, stays=False)
+
     def record(self, chat: Chat) -> list[ImageRecord]:
         """Read a chat's images."""
         return [record_image(source, self.processor, number) for number, source in enumerate(chat.images, 1)]
@@ -130,11 +153,11 @@ class ImageRules:
 
 def _at_tags(chat: Chat, images: int) -> Chat:
     """Return a chat of texts with places of images at its tags, or without tags before the first user's text."""
-    tags = sum(text.count(_TAG) for message in chat.messages for text in content_texts(message["content"]))
+    tags = sum(text.count(IMAGE_TAG) for message in chat.messages for text in content_texts(message["content"]))
     messages = list(chat.messages)
     if tags:
         if tags != images:
-            raise ValueError(f"the row has {images} images and {tags} tags {_TAG}: give as many")
+            raise ValueError(f"the row has {images} images and {tags} tags {IMAGE_TAG}: give as many")
         messages = [{**message, "content": _cut(message["content"])} for message in messages]
     else:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -146,12 +169,20 @@ def _at_tags(chat: Chat, images: int) -> Chat:
 
 
 def _cut(text: str) -> str | list[dict[str, Any]]:
-    if _TAG not in text:
+    if IMAGE_TAG not in text:
         return text
     parts: list[dict[str, Any]] = []
-    for number, part in enumerate(text.split(_TAG)):
+    for number, part in enumerate(text.split(IMAGE_TAG)):
         parts += [{"type": "image"}] * (number > 0) + ([{"type": "text", "text": part}] if part else [])
     return parts
+
+
+class PlacedImage(NamedTuple):
+    """An image of a document."""
+
+    first: int
+    """Its first token."""
+    image: Image
 
 
 class DocumentPart(NamedTuple):
@@ -162,9 +193,9 @@ class DocumentPart(NamedTuple):
     begin: int
     end: int
     seen: int
-    """Tokens of the document, from its start, that its images are among."""
-    tokens: Sequence[int] | None = None
-    """These, where they are not the store's."""
+    """Tokens of the document, from its start, that its images in the store are among."""
+    images: Sequence[PlacedImage] | None = None
+    """The document's images, where they are not the store's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,22 +212,25 @@ class ImageReader:
         start = self.store.offsets[document]
         return self.store.tokens[np.arange(start, start + length)]
 
-    def firsts(self, document: int, tokens: Int[np.ndarray, " tokens"]) -> list[tuple[int, Grid, int]]:
-        """Return (first token, patches, number) of each image of a document in its first tokens, which are these."""
-        assert self.store.images is not None
-        places = np.flatnonzero(tokens == self.rules.tokens[0])
-        images, before = [], 0
-        for number in self.store.images.of_document(document):
-            grid = Grid(*self.store.images.grids[number].tolist())
-            if before >= len(places):
-                break
-            images.append((int(places[before]), grid, number))
-            before += self.rules.processor.tokens(grid)
-        return images
+    def placed(self, document: int, tokens: Int[np.ndarray, " tokens"]) -> list[PlacedImage]:
+        """Return the images of a document that begin in its first tokens, which are these; without patches."""
+        records = self.store.images
+        if records is None:
+            return []
+        numbers = records.of_document(document)
+        firsts = self.rules.firsts(tokens, [records.grid(number) for number in numbers])
+        return [PlacedImage(first, self._stored(number)) for first, number in zip(firsts, numbers, strict=False)]
+
+    def _stored(self, number: int) -> Image:
+        records = self.store.images
+        assert records is not None
+        key = records.digests[number].tobytes()
+        return Image(key=key, grid=records.grid(number), read=partial(records.read, number))
 
     def count(self, parts: Sequence[DocumentPart]) -> int:
-        """Return the features in parts of documents, each of which has all or none of its own."""
-        return int(sum(self.counts[part.document] for part in parts if part.begin == 0))
+        """Return the features in parts of documents whose images are given."""
+        images = [image for part in parts for first, image in part.images or () if part.begin <= first < part.end]
+        return sum(self.rules.processor.tokens(image.grid) for image in images)
 
     @cached_property
     def counts(self) -> Int[np.ndarray, " documents"]:
@@ -217,62 +251,47 @@ class ImageReader:
 
         The tokens of features become the processor's `stand_in`, in place, where it has one.
         """
-        rules, numbers, used = self.rules, list[list[int]](), list[int]()
-        positions, is_image = np.zeros((*tokens.shape, 3), np.int32), tokens == rules.tokens[0]
+        rules, rows, used = self.rules, list[list[Image]](), list[int]()
+        processor, index = rules.processor, np.full(tokens.shape, -1, np.int32)
+        positions = np.zeros((*tokens.shape, 3), np.int32)
         for b, row in enumerate(parts):
-            numbers.append([])
-            token = 0
-            for part in row:
-                known = self.tokens(part.document, part.seen) if part.tokens is None else np.array(part.tokens)
-                images = self.firsts(part.document, known)
-                numbers[-1] += [number for first, _, number in images if part.begin <= first < part.end]
-                grids = [(first, grid) for first, grid, _ in images]
-                seen = image_positions(part.end, grids, rules.processor.merge)[part.begin :]
-                positions[b, token : token + len(seen)] = seen
-                # Behind its images, a model that answers may have written their token, which is a text's then.
-                is_image[b, token + max(part.seen - part.begin, 0) : token + len(seen)] = False
-                token += len(seen)
+            rows.append([])
+            token = features = 0
+            for document, begin, end, seen, images in row:
+                images = self.placed(document, self.tokens(document, seen)) if images is None else images
+                grids = [(first, image.grid) for first, image in images]
+                positions[b, token : token + end - begin] = image_positions(end, grids, processor.merge)[begin:]
+                for first, image in images:
+                    if begin <= first < end:
+                        at, count = token + first - begin, processor.tokens(image.grid)
+                        places = rules.places(tokens[b, : token + end - begin], at, count)
+                        index[b, places] = np.arange(features, features + len(places))
+                        rows[-1].append(image)
+                        features += count
+                token += end - begin
             used.append(token)
-        decoded = self._read(sorted({number for row in numbers for number in row}))
-        index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        if rules.processor.stand_in is not None:
-            tokens[is_image] = rules.processor.stand_in
-        rows = [[decoded[number] for number in row] for row in numbers]
-        return RowImages(rows, index, positions if rules.positions else None, rules.processor, used, largest)
+        if processor.stand_in is not None:
+            tokens[index >= 0] = processor.stand_in
+        decoded = iter(self.decoded([image for row in rows for image in row]))
+        found = [[next(decoded) for _ in row] for row in rows]
+        return RowImages(found, index, positions if rules.positions else None, processor, used, largest)
 
     def images_of(self, document: int) -> list[Image]:
         """Return the images of a whole document, in order."""
         assert self.store.images is not None
-        numbers = self.store.images.of_document(document)
-        read = self._read(numbers)
-        return [read[number] for number in numbers]
+        return self.decoded([self._stored(number) for number in self.store.images.of_document(document)])
 
-    def decoded(self, image: Image) -> Image | None:
-        """Return an image with its patches; None where no stored document has it."""
-        records = self.store.images
-        assert records is not None
-        same = (records.digests == np.frombuffer(image.key, np.uint8)).all(1) & (records.grids == image.grid).all(1)
-        numbers = np.flatnonzero(same)
-        return self._decoded(image, int(numbers[0])) if len(numbers) else None
+    def decoded(self, images: Sequence[Image]) -> list[Image]:
+        """Return images with patches where these are needed."""
 
-    def _decoded(self, image: Image, number: int) -> Image:
-        assert self.store.images is not None
-        return replace(image, patches=self.rules.processor.patches(self.store.images.read(number), image.grid))
+        def decode(image: Image) -> Image:
+            known = self.kept and all(image.cache_key in features for features in self.kept)
+            return image if known else image.decoded(self.rules.processor)
 
-    def _read(self, numbers: Sequence[int]) -> dict[int, Image]:
-        """Return images by their numbers, decoded where their patches are needed."""
-        records = self.store.images
-        assert records is not None
-
-        def read(number: int) -> Image:
-            grid = Grid(*records.grids[number].tolist())
-            image = Image(key=records.digests[number].tobytes(), grid=grid, patches=None)
-            if self.kept and all(image.cache_key in features for features in self.kept):
-                return image
-            return self._decoded(image, number)
-
+        by_key = {image.cache_key: image for image in images}
         with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
-            return dict(zip(numbers, pool.map(read, numbers), strict=True))
+            found = dict(zip(by_key, pool.map(decode, by_key.values()), strict=True))
+        return [found[image.cache_key] for image in images]
 
 
 def cut_before_image(
@@ -282,7 +301,7 @@ def cut_before_image(
     places = np.flatnonzero(tokens == rules.tokens[0])
     before = 0
     for number in images.of_document(document):
-        count = rules.processor.tokens(Grid(*images.grids[number].tolist()))
+        count = rules.processor.tokens(images.grid(number))
         if before >= len(places):
             break
         first, last = places[before], places[min(before + count, len(places)) - 1]  # the rest may be cut off already

@@ -164,7 +164,7 @@ def _message(message: Any, images: list[Any] | None) -> dict[str, Any]:
         )
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(kept["tool_calls"])
-    return {"role": _ROLES.get(role, role), "content": _content(content, role, images), **kept}
+    return {"role": _ROLES.get(role, role), "content": read_content(content, role, images), **kept}
 
 
 def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
@@ -173,24 +173,24 @@ def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with the images of their contents left out, whatever else these hold."""
+    """Return messages with the images and videos of their contents left out, whatever else these hold."""
     contents = (message.get("content") for message in messages)
     return [
-        {**message, "content": [part for part in content if not is_image(part)]}
+        {**message, "content": [part for part in content if not (is_image(part) or is_video(part))]}
         if isinstance(content, list)
         else message
         for message, content in zip(messages, contents, strict=True)
     ]
 
 
-def _content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
+def read_content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return the text of a content, or its parts where there are images, which are appended."""
     if images is None or not isinstance(content, list) or not any(is_image(part) or is_video(part) for part in content):
         return _text(content, role)
     parts = list[dict[str, Any]]()
     for part in content:
         if is_image(part):
-            images.append(next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None))
+            images.append(_image_of(part))
             parts.append({"type": "image"})
         elif is_video(part):
             images.append(part)
@@ -205,6 +205,14 @@ _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
 """Keys of a part of a message under which its image may be."""
 
 
+def _image_of(part: dict[str, Any]) -> Any:
+    """Return what a part says its image is, base64 as such; None where a column has it."""
+    key = next((key for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None)
+    value = None if key is None else part[key]
+    is_base64 = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
+    return {"base64": value} if is_base64 else value
+
+
 def is_image(part: Any) -> bool:
     """Return whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
@@ -212,7 +220,7 @@ def is_image(part: Any) -> bool:
 
 def is_video(part: Any) -> bool:
     """Return whether a part of a message's content is a video."""
-    return isinstance(part, dict) and part.get("type") == "video"
+    return isinstance(part, dict) and part.get("type") in ("video", "video_url")
 
 
 def _text(content: Any, role: str) -> str:

@@ -243,13 +243,7 @@ def read_vision(folder: Path, max_tokens: int | None, tokenizer: PreTrainedToken
 
 def image_rules(processor: Processor, source: Source, tokenizer: PreTrainedTokenizerBase) -> ImageRules:
     """Return the rules for the images of a source's rows."""
-    tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
-    return ImageRules(
-        processor=processor,
-        folder=image_folder(source),
-        tokens=tuple(tokens),
-        positions=processor.positions,
-    )
+    return ImageRules.of(processor, tokenizer, image_folder(source))
 
 
 def image_folder(source: Source) -> Path | None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.files import Row
 from jaxglue.data.images import ImageRules
 from jaxglue.data.limits import memory_limit, template_time_limit
+from jaxglue.data.messages import listed
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import ChatTemplate, plain_pieces
@@ -38,6 +39,8 @@ class PartText:
     """A number for each of its options."""
     lines: int = 0
     """Pairs of pieces, from the second on, that are label and text of an option each."""
+    images: Sequence[ImageRecord] = ()
+    """Among the pieces."""
 
 
 class UnitText(NamedTuple):
@@ -106,6 +109,8 @@ class UnitEncoder:
     """Columns that are read."""
     optional: frozenset[str] = frozenset()
     """Columns that are read where the model sees images."""
+    sees = False
+    """Rows may have images."""
     longest: int | None = None
     """The most tokens of a part, whose text is cut, but not its last `tail` tokens; None for no limit."""
     tail = 0
@@ -165,7 +170,7 @@ class UnitEncoder:
             np.concatenate(masks),
             np.array(lengths, np.int32),
             {name: np.array(values, np.float32) for name, values in columns.items()},
-            images=None if self.images is None else ImageRecords.of([list(unit.images) for unit in units]),
+            images=None if self.images is None else ImageRecords.of([_all_images(unit) for unit in units]),
         )
 
     def _named_unit(self, row: Row) -> UnitText:
@@ -191,15 +196,61 @@ class UnitEncoder:
         for start, pieces in (([], unit.prefix), *((before, part.pieces) for part in unit.parts)):
             yield [*start, *chain.from_iterable(map(_plain, pieces))]
 
+    def shown(self, value: Any) -> tuple[str, list[ImageRecord]]:
+        """Return the text of a value of a row, and the images before it, of an object with `text`, `image`, `images`.
+
+        Raises:
+            ValueError: other values, images that cannot be read, or that the model does not see.
+        """
+        if isinstance(value, str):
+            return value, []
+        if not isinstance(value, Mapping) or not {"text", "image", "images"} & value.keys():
+            raise ValueError(f"expected a text, or an object with text and image, got {listed(value)}")
+        media = value.get("images") or ([] if value.get("image") is None else [value["image"]])
+        if media and self.images is None:
+            raise ValueError("this model sees no images: take them out")
+        return value.get("text") or "", self.images.read(media) if self.images else []
+
+    def image_tokens(self, images: Sequence[ImageRecord]) -> bytes:
+        """Return the tokens of images, between the marks around each."""
+        if not images:
+            return b""
+        assert self.images is not None
+        text = "".join(self.images.processor.marked_text(image.grid) for image in images)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32).tobytes()
+
+    def _check_images(self, part: PartText, tokens: np.ndarray, *, cut: bool) -> None:
+        """Refuse a part that names tokens of images by itself, or would be cut inside of them."""
+        assert self.images is not None
+        expected = sum(self.images.processor.tokens(image.grid) for image in part.images)
+        if int((tokens == self.images.tokens[0]).sum()) != expected:
+            raise ValueError("a text names tokens of images by itself: take them out")
+        if cut and part.images:
+            raise ValueError(
+                f"a text with its images has {len(tokens):,} tokens, and at most {self.longest:,} are read: raise the "
+                "limit of texts, or lower --image-max-tokens"
+            )
+
     def _part(self, part: PartText, encoded: list[bytes]) -> tuple[np.ndarray, "_Sizes"]:
         """Return a part's tokens, and the sizes of its pieces."""
         pieces = _woven(part.pieces, iter(encoded[1:] if self.before else encoded))
         counts, tokens = [len(piece) // TOKEN_BYTES for piece in pieces], _tokens(pieces)
         cut = self.longest is not None and len(tokens) > self.longest
+        if self.images is not None:
+            self._check_images(part, tokens, cut=cut)
         if cut:
             assert self.longest is not None
             tokens = np.concatenate([tokens[: self.longest - self.tail], tokens[len(tokens) - self.tail :]])
         return tokens, _Sizes(counts[0], counts[1 : 1 + 2 * part.lines], cut)
+
+
+def has_image(value: Any) -> bool:
+    """Return whether a value of a row is an object with an image, or several."""
+    return isinstance(value, Mapping) and (value.get("image") is not None or bool(value.get("images")))
+
+
+def _all_images(unit: UnitText) -> list[ImageRecord]:
+    return [*unit.images, *(image for part in unit.parts for image in part.images)]
 
 
 class _Sizes(NamedTuple):
@@ -237,8 +288,13 @@ def _add(columns: dict[str, list[float]], unit: UnitText, prefix: int, parts: li
         columns["text_size"] += sizes.lines[1::2] or none
 
 
-def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.ndarray, "parts"]]:
-    """Return units of the same beginning as one, of so many tokens at most, and the index that each part had before."""
+def share_beginnings(
+    encoded: Encoded, longest: int, image: int | None = None
+) -> tuple[Encoded, Int[np.ndarray, "parts"]]:
+    """Return units of the same beginning as one, of so many tokens at most, and the index that each part had before.
+
+    Those with images behind it, by their token, stay by themselves.
+    """
     columns, counts, images = encoded.columns, encoded.columns["parts"].astype(np.int64), encoded.images
     prefixes = columns["prefix"].astype(np.int64)
     ends = np.cumsum(encoded.lengths.astype(np.int64))
@@ -249,7 +305,8 @@ def share_beginnings(encoded: Encoded, longest: int) -> tuple[Encoded, Int[np.nd
         key = encoded.tokens[start : start + prefix].tobytes()
         key += b"" if images is None else images.digests[images.of_document(unit)].tobytes()
         own = int(encoded.lengths[unit]) - prefix
-        if not prefix or used.get(key, prefix) + own > longest:
+        apart = image is not None and (encoded.tokens[start + prefix : start + prefix + own] == image).any()
+        if not prefix or apart or used.get(key, prefix) + own > longest:
             key += unit.to_bytes(8)  # by itself
         groups.setdefault(key, []).append(unit)
         used[key] = used.get(key, prefix) + own

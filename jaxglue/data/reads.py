@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, row_origin
-from jaxglue.data.images import DocumentPart, ImageReader, ImageRules
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, PlacedImage
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.questions import TYPES, Labels
 from jaxglue.data.read_rows import COLUMNS, UnitEncoder
@@ -215,8 +215,28 @@ class ReadDataset(TokenDataset):
 
     @cached_property
     def text_ids(self) -> Int[np.ndarray, "parts"]:
-        """Return a number for each part, which parts of the same tokens share."""
-        return np.unique(_digests(self.store, self.table), axis=0, return_inverse=True)[1].astype(np.int32)
+        """Return a number for each part, which parts of the same tokens and images share."""
+        digests, images = _digests(self.store, self.table), self.store.images
+        if images is not None and self.reader is not None:
+            owners, places = self._image_owners
+            own = owners >= 0
+            for column, words in enumerate(images.digests[own].view(np.uint64).T):
+                np.add.at(digests[:, column], owners[own], _mixed(words + places[own]))
+        return np.unique(digests, axis=0, return_inverse=True)[1].astype(np.int32)
+
+    @cached_property
+    def _image_owners(self) -> tuple[Int[np.ndarray, "images"], UInt64[np.ndarray, "images"]]:
+        """Return the part of each image of the store, −1 for one of a beginning, and its first token there."""
+        assert self.reader is not None and self.store.images is not None
+        firsts = list[int]()
+        for document in np.unique(self.store.images.owners).tolist():
+            tokens = self.reader.tokens(document, int(self.store.lengths[document]))
+            firsts += [self.store.offsets[document] + first for first, _ in self.reader.placed(document, tokens)]
+        places = np.array(firsts)
+        parts = np.maximum(np.searchsorted(self.table.starts, places, side="right") - 1, 0)
+        apart = places - self.table.starts[parts]
+        inside = (apart >= 0) & (apart < self.table.sizes[parts])
+        return np.where(inside, parts, -1), apart.astype(np.uint64)
 
     @property
     def most_parts(self) -> int:
@@ -292,16 +312,23 @@ class ReadDataset(TokenDataset):
         return Batch(**arrays, segments=segments, reads=reads, images=images)
 
     def _document_parts(self, unit: int) -> Iterator[DocumentPart]:
-        """Yield the parts of a unit as they are in a row: images are in the beginning alone."""
+        """Yield the parts of a unit as they are in a row, with the images of each and of the beginning."""
+        assert self.reader is not None
         document, prefix, first = int(self.documents[unit]), int(self.prefixes[unit]), self.firsts[unit]
+        placed = self.reader.placed(document, self.reader.tokens(document, int(self.store.lengths[document])))
+        before = [each for each in placed if each.first < prefix]
         if self.task.shared_prompt:
-            yield DocumentPart(document, 0, prefix, prefix)
-        for size in self.table.sizes[first : first + self.counts[unit]].tolist():
-            yield DocumentPart(document, prefix if self.task.shared_prompt else 0, prefix + size, prefix)
+            yield DocumentPart(document, 0, prefix, prefix, before)
+        for part in range(first, first + self.counts[unit]):
+            size, start = int(self.table.sizes[part]), int(self.table.starts[part] - self.store.offsets[document])
+            own = [PlacedImage(at - start + prefix, image) for at, image in placed if start <= at < start + size]
+            begin = prefix if self.task.shared_prompt else 0
+            yield DocumentPart(document, begin, prefix + size, prefix, [*before, *own])
 
     def most_features(self, members: Sequence[Int[np.ndarray, "units"]]) -> int:
         """See `TokenDataset.most_features`; each part may have a copy of its beginning."""
-        return super().most_features(members) * (1 if self.task.shared_prompt else self.most_parts)
+        copied = not self.task.shared_prompt and self.prefixes.any()
+        return super().most_features(members) * (self.most_parts if copied else 1)
 
     def _parts(self, units: Int[np.ndarray, "units"]) -> tuple[Int[np.ndarray, "parts"], Int[np.ndarray, "parts"]]:
         """Return the parts of units, and before them each one's unit."""

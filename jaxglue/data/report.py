@@ -161,9 +161,9 @@ def _image_texts(data: TokenDataset, document: int) -> dict[int, str]:
         return {}
     tokens, processor = _tokens(data, document)[0], data.reader.rules.processor
     texts = dict.fromkeys(np.flatnonzero(tokens == data.reader.rules.tokens[0]).tolist(), "")
-    for first, grid, _ in data.reader.firsts(int(data.documents[document]), tokens):
-        height, width = grid.rows * processor.patch, grid.columns * processor.patch
-        texts[first] = f"⟨image of {width} × {height} pixels, {processor.tokens(grid)} tokens⟩"
+    for first, image in data.reader.placed(int(data.documents[document]), tokens):
+        height, width = image.grid.rows * processor.patch, image.grid.columns * processor.patch
+        texts[first] = f"⟨image of {width} × {height} pixels, {processor.tokens(image.grid)} tokens⟩"
     return texts
 
 

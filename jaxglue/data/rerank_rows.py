@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.messages import listed
 from jaxglue.data.questions import YES_NO, Labels
-from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning
+from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning, has_image
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
@@ -29,6 +29,7 @@ class RerankEncoder(UnitEncoder):
     """
 
     format = "documents"
+    sees = True
     keys = frozenset(
         {"query", "instruction", "document", "label", "documents", "labels", "positive", "negative", "negatives"}
     )
@@ -63,7 +64,7 @@ class RerankEncoder(UnitEncoder):
 
     def unit(self, row: Mapping[str, Any]) -> UnitText:
         """Return a row's query and documents, with the label of each."""
-        if not isinstance(query := row.get("query"), str) or not query.strip():
+        if not (query := row.get("query")) or not (isinstance(query, Mapping) or query.strip()):
             raise ValueError(f"a row of a reranker needs {_FORMS}; its keys are {listed(dict(row))}")
         documents, labels = _documents(row)
         if self._compares and len(set(labels)) < 2:
@@ -74,26 +75,30 @@ class RerankEncoder(UnitEncoder):
         return self.asked(query, documents, labels, instruction)
 
     def asked(
-        self, query: str, documents: list[str], labels: list[float] | None = None, instruction: str | None = None
+        self, query: Any, documents: list[Any], labels: list[float] | None = None, instruction: str | None = None
     ) -> UnitText:
-        """Return a query with documents."""
+        """Return a query with documents, each a text or an object with images, which come before its text."""
         begins = [] if self._frame.has_template else [beginning(self.tokenizer)]
-        state = self.protected(f"{instruction or self._instruction}\n<Query>: {query}")
+        (text, images), told = self.shown(query), self.protected(f"{instruction or self._instruction}\n<Query>: ")
+        head, tail = f"{self._frame.head}{told}", f"{self.protected(text)}{self.before}"
+        prefix = [head, self.image_tokens(images), tail] if images else [f"{head}{tail}"]
         labels = labels or [0.0] * len(documents)
-        parts = [
-            PartText(pieces=[f" {self.protected(document)}{self._frame.tail}"], gold=[label])
-            for document, label in zip(documents, labels, strict=True)
-        ]
-        return UnitText([*begins, f"{self._frame.head}{state}{self.before}"], parts)
+        parts = [self._document(*pair) for pair in zip(documents, labels, strict=True)]
+        return UnitText([*begins, *prefix], parts, images)
+
+    def _document(self, value: Any, label: float) -> PartText:
+        text, images = self.shown(value)
+        pieces: list[str | bytes] = [f" {self.protected(text)}{self._frame.tail}"]
+        return PartText(pieces=[self.image_tokens(images), *pieces] if images else pieces, gold=[label], images=images)
 
 
-def _documents(row: Mapping[str, Any]) -> tuple[list[str], list[float]]:
+def _documents(row: Mapping[str, Any]) -> tuple[list[Any], list[float]]:
     """Return a row's documents and their labels."""
     if row.get("positive") is not None:
         positives = _texts("positive", row["positive"])
         negatives = [text for key in ("negative", "negatives") if row.get(key) is not None
                      for text in _texts(key, row[key])]  # fmt: skip
-        if set(positives) & set(negatives):
+        if any(negative in positives for negative in negatives):
             raise ValueError("a negative is equal to the positive: take one of them out")
         return positives + negatives, [1.0] * len(positives) + [0.0] * len(negatives)
     if row.get("documents") is not None:
@@ -113,12 +118,14 @@ def _label(value: Any) -> float:
     return float(value)
 
 
-def _texts(name: str, value: Any) -> list[str]:
-    """Return texts, of a text, an object with `text`, or a list of these."""
+def _texts(name: str, value: Any) -> list[Any]:
+    """Return texts, of a text, an object with `text`, or a list of these; an object with images is one, too."""
     values = value if isinstance(value, list) else [value]
-    found: list[Any] = [each.get("text") if isinstance(each, Mapping) else each for each in values]
-    if not found or not all(isinstance(text, str) for text in found):
+    bare = (isinstance(each, Mapping) and not has_image(each) for each in values)
+    found: list[Any] = [each.get("text") if is_bare else each for each, is_bare in zip(values, bare, strict=True)]
+    if not found or not all(isinstance(text, str | Mapping) for text in found):
         raise ValueError(f"{name!r} must be a text or a list of texts")
-    if (empty := next((number for number, text in enumerate(found, 1) if not text.strip()), None)) is not None:
+    texts = ((number, text) for number, text in enumerate(found, 1) if isinstance(text, str))
+    if (empty := next((number for number, text in texts if not text.strip()), None)) is not None:
         raise ValueError(f"{name!r}: document {empty} is empty: take it out")
     return found

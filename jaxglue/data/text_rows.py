@@ -8,7 +8,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.messages import listed
-from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending
+from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending, has_image
 from jaxglue.data.store import TOKEN_BYTES
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2
@@ -30,6 +30,7 @@ class TextEncoder(UnitEncoder):
 
     format = "texts"
     keys = frozenset({*_ANCHORS, *_POSITIVES, "negative", "negatives", *_SCORED})
+    sees = True
 
     def __init__(
         self,
@@ -56,24 +57,28 @@ class TextEncoder(UnitEncoder):
         texts = [(ANCHOR, anchor), (POSITIVE, positive), *((NEGATIVE, text) for text in negatives)]
         return UnitText([], [self.part(kind, text) for kind, text in texts])
 
-    def part(self, kind: int, text: str, gold: float = 1.0) -> PartText:
-        """Return a text as it is read."""
-        start, end = self._ends
-        prompt = self._query if kind == ANCHOR else self._document
-        return PartText(pieces=[start, prompt + text, end], kind=kind, gold=[gold])
+    def part(self, kind: int, value: Any, gold: float = 1.0) -> PartText:
+        """Return a text as it is read, behind its images."""
+        return self._part_text(kind, self._query if kind == ANCHOR else self._document, value, gold)
+
+    def _part_text(self, kind: int, prompt: str, value: Any, gold: float) -> PartText:
+        (start, end), (text, images) = self._ends, self.shown(value)
+        pieces: list[str | bytes] = [start, self.image_tokens(images), prompt + text, end]
+        return PartText(pieces=pieces, kind=kind, gold=[gold], images=images)
 
     def _pair(self, row: Mapping[str, Any]) -> UnitText:
         score = row.get("score")
         if isinstance(score, bool) or not isinstance(score, int | float) or not np.isfinite(score):
             raise ValueError(f"'score' must be a number, a pair's similarity; the row's keys are {listed(dict(row))}")
         texts = [_named(row, (name, *others)) for name, others in (("sentence1", _ANCHORS), ("sentence2", _POSITIVES))]
-        parts = [PartText(pieces=[self._ends[0], text, self._ends[1]], kind=kind, gold=[float(score)])
-                 for kind, text in enumerate(texts)]  # fmt: skip
-        return UnitText([], parts)
+        return UnitText([], [self._part_text(kind, "", text, float(score)) for kind, text in enumerate(texts)])
 
 
-def _negatives(row: Mapping[str, Any]) -> list[str]:
-    """Return a row's negatives, of `negative` or `negatives`, a text or a list, or of negative_1, negative_2, …"""
+def _negatives(row: Mapping[str, Any]) -> list[Any]:
+    """Return a row's negatives, of `negative` or `negatives`, a text or a list, or of negative_1, negative_2, …
+
+    An object with an image stands for a text, too.
+    """
     numbered = [f"negative_{number}" for number in range(1, 65) if row.get(f"negative_{number}") is not None]
     found = [row[name] for name in ("negative", "negatives", *numbered) if row.get(name) is not None]
     texts = [text for each in found for text in (each if isinstance(each, list) else [each])]
@@ -82,14 +87,17 @@ def _negatives(row: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise ValueError(f"a row of texts needs {_FORMS}; its keys are {listed(dict(row))}")
     return _require_text(name, row[name])
 
 
-def _require_text(name: str, value: Any) -> str:
+def _require_text(name: str, value: Any) -> Any:
+    """Return a text, or an object with an image; raise ValueError for another value."""
+    if has_image(value):
+        return value
     if not isinstance(value, str) or not value.strip():
         what = "an empty text" if isinstance(value, str) else type(value).__name__
         raise ValueError(f"{name!r} must be a text, got {what}: mend the row, or take it out")

@@ -168,7 +168,7 @@ def read_encoder(
     if source.format != "auto":
         raise ValueError(f"{source}: format {source.format!r} is for texts and chats: leave it out")
     encoder = task.encoder(tokenizer, source.system)
-    encoder.images = images if encoder.optional else None
+    encoder.images = images if encoder.sees else None
     return encoder
 
 

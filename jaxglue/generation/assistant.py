@@ -24,7 +24,7 @@ from jaxglue.generation.grammar import Grammar, Grammars
 from jaxglue.generation.pages import free_bytes
 from jaxglue.generation.prompts import render_messages
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.sight import Prompt, Sight, attach, make_rules
+from jaxglue.generation.sight import Admit, Prompt, Sight, attach, make_rules
 from jaxglue.hf.adapter import adapter_labels, warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import Identity, identify, identify_random
@@ -161,9 +161,11 @@ class Assistant:
         """Return a chat with its images; raise ValueError for some that cannot be seen."""
         return attach(self.rules, chat, media)
 
-    def encode_rendered(self, template: ChatTemplate, text: str, images: Sequence[ImageSource]) -> Prompt:
-        """Return the prompt of a rendered conversation with these images; raise ValueError for one that is none."""
-        return Prompt(template.encode(text)) if self.sight is None else self.sight.encode(template, text, images)
+    def encode_rendered(
+        self, template: ChatTemplate, text: str, images: Sequence[ImageSource], admit: Admit | None = None
+    ) -> Prompt:
+        """Return the prompt of a rendered conversation with these images; arguments and errors as of `Sight.encode`."""
+        return Prompt(template.encode(text)) if self.sight is None else self.sight.encode(template, text, images, admit)
 
     def answers(
         self,

@@ -105,7 +105,7 @@ class PartReader:
         self.task = self.objective.task(shared_prompt=True, copies=model.config.recurrent is not None)
         self.task.adopt(model.tokenizer)
         self.encoder: UnitEncoder = self.task.encoder(model.tokenizer, record.get("system", ""))
-        self.encoder.images = model.rules if self.encoder.optional else None
+        self.encoder.images = model.rules if self.encoder.sees else None
         self._labels = self.task.labels(model.tokenizer, record.get("system", ""))
         self._executor = Executor(
             model.graphdefs, model.config, policy=PRESETS["full"], dtype=model.dtype, objective=self.objective
@@ -132,7 +132,8 @@ class PartReader:
         """
         if self.encoder.images is not None:
             count = self.encoder.images.processor.tokens
-            self._require_fit(max((sum(count(image.grid) for image in unit.images) for unit in units), default=0))
+            shown = ([*unit.images, *(image for part in unit.parts for image in part.images)] for unit in units)
+            self._require_fit(max((sum(count(image.grid) for image in images) for images in shown), default=0))
         with self._turn:  # the tokenizer remembers words
             encoded = self.encoder.encode_units(units)
         columns = encoded.columns
@@ -153,10 +154,13 @@ class PartReader:
         encoded = joined([self._encode_rows(*each) for each in sources])
         return self.read(encoded), self._dataset(encoded)[0]
 
-    def _encode_rows(self, source: Source, rows: Sequence[Row]) -> Encoded:
-        """Tokenize a source's rows, whose images are named from its folder."""
+    def read_files_of(self, source: Source) -> None:
+        """Let images of rows be named from a source's folder."""
         if self.encoder.images is not None:
             self.encoder.images = replace(self.encoder.images, folder=image_folder(source))
+
+    def _encode_rows(self, source: Source, rows: Sequence[Row]) -> Encoded:
+        self.read_files_of(source)
         return self.encoder.encode(rows)
 
     def read(self, encoded: Encoded) -> PartOutputs:
@@ -172,7 +176,8 @@ class PartReader:
 
         Units of the same beginning, such as questions of several requests about one state, have one copy of it.
         """
-        shared, order = share_beginnings(encoded, self.row)
+        rules = self.encoder.images
+        shared, order = share_beginnings(encoded, self.row, None if rules is None else rules.tokens[0])
         dataset, row = self._dataset(shared)
         plan, found = plan_packing(dataset.lengths, seq_len=row), []
         for index in range(plan.rows):
@@ -284,8 +289,8 @@ def probabilities(
     return [row[: len(question.options)] for row, question in zip(p, questions, strict=True)]
 
 
-def texts(reader: PartReader, values: Sequence[str], *, query: bool = False) -> list[UnitText]:
-    """Return the units of texts to embed, behind the prompt of queries or of documents."""
+def texts(reader: PartReader, values: Sequence[Any], *, query: bool = False) -> list[UnitText]:
+    """Return the units of texts to embed, or of objects with images, behind the prompt of queries or of documents."""
     encoder = cast(TextEncoder, reader.encoder)
     return [UnitText([], [encoder.part(ANCHOR if query else POSITIVE, text)]) for text in values]
 

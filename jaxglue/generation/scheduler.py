@@ -476,6 +476,8 @@ class Scheduler:
         """Return whether the tokens after those of held pages are computed behind them, and not all of them again."""
         assert sequence.request.after is not None
         known, held = sequence.length - 1, sequence.request.after.length - 1
+        if (images := sequence.request.images) is not None and images.places[-1] >= held:
+            return False  # features enter rows of whole prompts alone
         return not sequence.received and known - held <= max(LONGEST_SUFFIX, known // _LONG)
 
     def _go_on(self, first: Sequence, held: Held, work: SchedulerOutput) -> bool:

@@ -1,6 +1,7 @@
 """Scores of continuations by a language model, and of texts by a reward model, many of them packed into one row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jaxglue.generation.engine import require_known
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.segments import pack_forks, pack_segments, segment_bucket
+from jaxglue.vision.rows import PromptImages, pack_prompts
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
@@ -133,7 +135,12 @@ class PromptScorer:
         self._frozen, self._vocabulary = frozen, config.vocab_size
 
     def score(
-        self, trainable: Params, texts: Sequence[Tokens], ranks: Bool[np.ndarray, " R"] | None, top: int
+        self,
+        trainable: Params,
+        texts: Sequence[Tokens],
+        ranks: Bool[np.ndarray, " R"] | None,
+        top: int,
+        images: PromptImages | None = None,
     ) -> list[PromptScores]:
         """Return the scores of texts.
 
@@ -142,6 +149,7 @@ class PromptScorer:
             texts: of at least one token each.
             ranks: of the adapter in use; None for all.
             top: likely tokens to report in each place.
+            images: of the only text.
 
         Raises:
             ValueError: a token outside the vocabulary, or a score that is not finite.
@@ -160,6 +168,8 @@ class PromptScorer:
         for members in map(plan.row, range(plan.rows)):
             indices = [longer[member] for member in members]
             batch, places = _row_of([texts[index] for index in indices], row, slots, self._tile)
+            if images is not None:
+                batch = replace(batch, images=pack_prompts([(0, len(places), images)], row))
             parts = self._executor.likely_tokens(trainable, self._frozen, jax.device_put(batch), count)
             log_probs, ids, likely = (np.asarray(part)[places] for part in parts)
             require_finite(log_probs)

@@ -1,12 +1,13 @@
 """Prompts with images: their tokens, and the features that stand in for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.images import ImageRules
@@ -18,6 +19,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.vision.images import ImageSource
 from jaxglue.vision.rows import Image, PromptImages
 
+Admit = Callable[[int], None]
 _LOCK = Lock()
 MOST_PIXELS = 2**25
 """Of an image of a prompt."""
@@ -48,8 +50,16 @@ class Sight:
     frozen: Params
     kept: dict[tuple, np.ndarray]
 
-    def encode(self, template: ChatTemplate, text: str, sources: Sequence[ImageSource]) -> Prompt:
+    def encode(
+        self, template: ChatTemplate, text: str, sources: Sequence[ImageSource], admit: Admit | None = None
+    ) -> Prompt:
         """Return the prompt of a rendering of protected messages with these images.
+
+        Args:
+            template: of the rendering.
+            text: of it.
+            sources: of the images.
+            admit: raises an error for too many tokens, before the tower runs.
 
         Raises:
             ValueError: an image that cannot be read, or other places in the rendering.
@@ -58,6 +68,31 @@ class Sight:
             return Prompt(template.encode(text))
         images = [self.rules.see(source, number, MOST_PIXELS) for number, source in enumerate(sources, 1)]
         tokens, places = self.rules.encode(template, text, [image.grid for image in images])
+        if admit is not None:
+            admit(len(tokens))
+        return self._prompt(tokens, images, places)
+
+    def place(self, tokens: Sequence[int], sources: Sequence[tuple[int, ImageSource]]) -> Prompt:
+        """Return a prompt of tokens that already have those of images, by the first one of each.
+
+        Raises:
+            ValueError: an image that cannot be read, or of other tokens than there are.
+        """
+        known, images, places, end = np.array(tokens), list[Image](), list[np.ndarray](), 0
+        for number, (first, source) in enumerate(sources, 1):
+            image = self.rules.see(source, number, MOST_PIXELS)
+            count = self.rules.processor.tokens(image.grid)
+            own = self.rules.places(known, first, count)
+            if len(own) < count or own[0] != first or first < end or own[-1] - first > count + image.grid.rows:
+                raise ValueError(
+                    f"image {number} has {count} tokens here, and the prompt has other ones from token {first} on"
+                )
+            images.append(image)
+            places.append(own)
+            end = int(own[-1]) + 1
+        return self._prompt([*tokens], images, np.concatenate(places))
+
+    def _prompt(self, tokens: list[int], images: Sequence[Image], places: Int32[np.ndarray, " I"]) -> Prompt:
         processor = self.rules.processor
         if processor.stand_in is not None:
             for place in places.tolist():
@@ -87,10 +122,7 @@ def make_rules(
         max_tokens: of an image, at most.
     """
     processor = read_vision(folder, max_tokens, tokenizer)
-    if processor is None:
-        return None
-    tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
-    return ImageRules(processor=processor, folder=files, tokens=tuple(tokens), positions=processor.positions)
+    return None if processor is None else ImageRules.of(processor, tokenizer, files)
 
 
 def attach(rules: ImageRules | None, chat: Chat, media: Sequence[Any]) -> Chat:

@@ -231,7 +231,7 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
         )
-    stored, text_path = split_others(stored)
+    stored, text_path = split_others(stored, ours=recorded is not None)
     tensors = dict(from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in list(stored))
     for module in PATHS.values():
         if f"{module}.lora_A" in tensors:

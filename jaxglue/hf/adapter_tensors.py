@@ -36,14 +36,18 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, MAGNITUDE)
 
 
-def split_others(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
+def split_others(tensors: Mapping[str, np.ndarray], *, ours: bool = False) -> tuple[dict[str, np.ndarray], str]:
     """Return an adapter's tensors, without untrained ones around the text model, and the decoder's path in their keys.
 
     PEFT adapts every module of a target's name, such as a vision tower's; without images these learn nothing.
+
+    Args:
+        tensors: by their keys.
+        ours: it is of this library, where a tower's adapters are those that were to train, whatever they learned.
     """
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     others = {key for key, name in names.items() if is_beside_text(name)}
-    trained = any("lora_" not in key or (".lora_B" in key and tensors[key].any()) for key in others)
+    trained = ours or any("lora_" not in key or (".lora_B" in key and tensors[key].any()) for key in others)
     kept = {key: tensor for key, tensor in tensors.items() if trained or key not in others}
     paths = {text_path for key in kept if (text_path := to_text_name(names[key])[1]) != TEXT_PATH}
     return kept, min(paths, default=TEXT_PATH)

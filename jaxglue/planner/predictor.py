@@ -39,6 +39,7 @@ from jaxglue.planner.step import (
     restored_layers,
     simulate,
 )
+from jaxglue.planner.vision import tower_seconds
 from jaxglue.planner.workload import Workload
 
 _SLOW_HOST = 3
@@ -189,6 +190,7 @@ class Predictor:
         """Predict the time of an optimizer step."""
         updates = self._updates(size)
         seconds = self._micro_batch(setting, size, updates=updates).seconds(self.gpu.dispatch)
+        seconds += tower_seconds(self.workload, self.gpu)
         if self.workload.objective.two_passes:
             seconds += self._first_pass_seconds(setting)
         return seconds if updates else self.workload.gradient_accumulation_steps * seconds + self.update_seconds

@@ -8,6 +8,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.tower_config import TowerConfig
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.workload import Workload
 
 _ROW = 8192
 """Patches of a row of images that a frozen tower takes at once."""
@@ -59,6 +60,19 @@ class TowerCost:
     def feature_bytes(self, dtype) -> int:
         """Return the bytes of the image's features."""
         return self.tokens * self.tower.feature_width(self.config.hidden_size) * jnp.dtype(dtype).itemsize
+
+
+def tower_seconds(workload: Workload, gpu: Gpu) -> float:
+    """Return the time of a tower that runs in each step, for a micro-batch on a GPU; 0 without one.
+
+    Where it trains, its blocks run once more for their gradients, which take as long as the forward pass, and again as
+    long where weights have some.
+    """
+    if workload.tower is None or workload.config.vision is None:
+        return 0.0
+    passes = 1 if workload.config.vision.trains != "all" else 3 if workload.lora is not None else 4
+    images = workload.tower.images * workload.batch_size * workload.seq_len
+    return passes * images * TowerCost(workload.config, round(workload.tower.patches)).seconds(gpu)
 
 
 def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:

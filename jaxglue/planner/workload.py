@@ -86,6 +86,15 @@ def sample_micro_batches(lengths: tuple[int, ...], *, seq_len: int, batch_size: 
     )
 
 
+class TowerWork(NamedTuple):
+    """Images among a run's tokens, on average."""
+
+    images: float
+    """Images for each token."""
+    patches: float
+    """Of an image."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Model, batch and mesh of a run: everything that decides time and memory of a step, but the policy."""
@@ -123,6 +132,8 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
     other_models: int = 0
     """Bytes of other models on the GPU, such as a teacher, and of images beside the text."""
+    tower: "TowerWork | None" = None
+    """Images whose tower runs in each step; None where there are none, or their features are kept."""
     batches_known: bool = False
     """Batches are known before the weights, which tell the shapes of a step's programs."""
 
@@ -149,6 +160,7 @@ class Workload:
             exact=False,
             document_lengths=(),
             other_models=0,
+            tower=None,
         )
 
     @property

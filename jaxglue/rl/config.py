@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from jaxglue.generation.config import Drafts, is_number
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Synonyms
+from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Requires, Synonyms
 
 
 def file_of_function(text: str) -> str | None:
@@ -61,6 +61,9 @@ class RolloutConfig(Config):
     environment: Annotated[str | None, Code(file_of_environment)] = None
     """What the model talks to: a class of a Python file, `games.py:Game`, whose methods are tools, as TRL's
     environment_factory; or a function that replies with the next message, or a reward, which ends the conversation."""
+    environment_images: Annotated[bool, Requires(("environment",), "it shows them")] = False
+    """The environment shows images, in results of tools, replies or what reset adds to the prompt: the model's vision
+    tower is loaded, though rows may have none."""
     max_turns: Annotated[int, Range(ge=1, le=10_000)] = 8
     """The most answers of the model in a conversation with --environment."""
     max_episodes: Annotated[int, Range(ge=1, le=2**20)] | None = None

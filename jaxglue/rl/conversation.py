@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.images import ImageRules
+from jaxglue.data.images import IMAGE_TAG, ImageRules
 from jaxglue.data.template import ChatTemplate, trained_stops
 from jaxglue.text.tool_calls import format_of, parameters_of, schemas_of, split_calls
 from jaxglue.text.tool_formats import BareCalls
@@ -32,11 +32,11 @@ class ConversationTemplate:
 
     Args:
         tokenizer: of the model, with a chat template.
-        rules: for the images of prompts; None where there are none.
+        rules: for images; None where there are none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: ImageRules | None = None):
-        self._rules = rules
+        self.rules = rules
         self._template, self._tokenizer = ChatTemplate(tokenizer), tokenizer
         self._form = format_of(str(tokenizer.get_chat_template(tools=[])))
         self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in trained_stops(tokenizer)]
@@ -53,11 +53,14 @@ class ConversationTemplate:
             ValueError: the template refuses it.
         """
         with self._lock:
-            text = self._template.render_prompt(*self._template.protect(messages, tools))
-            if not grids:
-                return self._template.encode(text)
-            assert self._rules is not None
-            return self._rules.encode(self._template, text, grids)[0]
+            return self._encode(self._template.render_prompt(*self._template.protect(messages, tools)), grids)
+
+    def _encode(self, text: str, grids: Sequence[Grid]) -> list[int]:
+        """Return the tokens of a rendering with images of these patches."""
+        if not grids:
+            return self._template.encode(text)
+        assert self.rules is not None
+        return self.rules.encode(self._template, text, grids)[0]
 
     def message(
         self, tokens: Sequence[int], tools: list[Any] | None, turn: int, *, ended: bool, any_tool: bool = False
@@ -92,7 +95,14 @@ class ConversationTemplate:
         return {"role": "assistant", "content": rest.strip(), "tool_calls": listed}
 
     def between(
-        self, prompt: Messages, said: Messages, replies: Messages, tools: list[Any] | None, last: int, where: str
+        self,
+        prompt: Messages,
+        said: Messages,
+        replies: Messages,
+        tools: list[Any] | None,
+        last: int,
+        where: str,
+        grids: Sequence[Grid] = (),
     ) -> list[int] | None:
         """Return the tokens from the end of the model's turn to the start of its next.
 
@@ -106,6 +116,7 @@ class ConversationTemplate:
             tools: that may be called.
             last: token of the turn.
             where: names the conversation in errors.
+            grids: patches of the images of the replies.
 
         Raises:
             ValueError: the template refuses the replies, or leaves out the model's turn.
@@ -128,18 +139,21 @@ class ConversationTemplate:
                 return None
             if sign not in rendered:
                 raise ValueError(f"--environment, {where}: the chat template leaves out the model's turn")
-            return self._after(rendered[rendered.rindex(sign) + len(sign) :], last, calls=calls)
+            try:
+                return self._after(rendered[rendered.rindex(sign) + len(sign) :], last, grids, calls=calls)
+            except ValueError as error:
+                raise ValueError(f"--environment, {where}: {error}") from error
 
-    def _after(self, rest: str, last: int, *, calls: bool) -> list[int] | None:
+    def _after(self, rest: str, last: int, grids: Sequence[Grid], *, calls: bool) -> list[int] | None:
         """Return the tokens of a rendering behind a turn that ended with this token."""
         if not calls:
-            tokens = self._template.encode(rest)
+            tokens = self._encode(rest, grids)
             return tokens[1:] if tokens[0] == last else tokens
         end = str(self._tokenizer.convert_ids_to_tokens(last))
         if end in rest:
-            return self._template.encode(rest.partition(end)[2])
+            return self._encode(rest.partition(end)[2], grids)
         ends = [place for end in self._ends if (place := rest.find(end)) >= 0]
-        return self._template.encode(rest[min(ends) :]) if ends else None
+        return self._encode(rest[min(ends) :], grids) if ends else None
 
 
 def conversation_text(said: Messages, written: Sequence[str]) -> str:
@@ -147,8 +161,13 @@ def conversation_text(said: Messages, written: Sequence[str]) -> str:
     if len(said) == 1 and len(written) == 1:
         return written[0]
     turns = iter(written)
-    lines = [(m["role"], next(turns) if m["role"] == "assistant" else m["content"]) for m in said]
+    lines = [(m["role"], next(turns) if m["role"] == "assistant" else _spoken(m["content"])) for m in said]
     return "\n".join(f"{role}: {text}" for role, text in lines)
+
+
+def _spoken(content: str | list[dict[str, Any]]) -> str:
+    """Return a content as a text, with tags for its images."""
+    return content if isinstance(content, str) else "".join(part.get("text", IMAGE_TAG) for part in content)
 
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:

@@ -134,12 +134,12 @@ class Holder:
 
     def _do_reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._columns = request["row"]
-        text = self._awaited(self._environment.reset(**self._columns))
-        text = _text(text) if isinstance(text, list) else text
-        if not isinstance(text, str | None):
-            raise TypeError(f"reset: expected a text or None, got {text!r:.100}")
-        _require_short(text or "", "the text of reset")
-        return {"text": text}
+        content = self._awaited(self._environment.reset(**self._columns))
+        content = _content(content) if isinstance(content, list) or worker.is_picture(content) else content
+        if not isinstance(content, str | list | None):
+            raise TypeError(f"reset: expected a text, parts of a message or None, got {content!r:.100}")
+        _require_short(content or "", "the text of reset")
+        return {"content": content}
 
     def _do_call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call tools, async ones of a turn together; results are in the order of the calls."""
@@ -150,9 +150,9 @@ class Holder:
             values = self._loop.run_until_complete(_gathered([results[index] for index in waiting]))
             for index, value in zip(waiting, values, strict=True):
                 results[index] = _Failure(str(value)) if isinstance(value, BaseException) else value
-        texts = [_result(value) for value in results]
-        failures = sum(isinstance(text, _Failure) for text in texts)
-        return {"results": [*map(_told, texts)], "failures": failures, **self._turn()}
+        contents = [_result(value) for value in results]
+        failures = sum(isinstance(content, _Failure) for content in contents)
+        return {"results": [*map(_told, contents)], "failures": failures, **self._turn()}
 
     def _call(self, call: dict[str, Any]) -> Any:
         name, arguments = call["name"], call["arguments"]
@@ -175,7 +175,10 @@ class Holder:
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
         chosen = {name: value for name, value in {**self._columns, **values}.items() if takes_all or name in names}
         reply = self._awaited(self._environment(**chosen))
-        _require_short(reply if isinstance(reply, str) else json.dumps(reply, default=_number), "a reply")
+        messages = [reply] if isinstance(reply, dict) else reply
+        for message in messages if isinstance(messages, list) else [reply]:
+            content = message.get("content") if isinstance(message, dict) else message
+            _require_short(content if isinstance(content, str | list) else str(content), "a reply")
         return {"reply": reply, **self._turn()}
 
     def _do_reward(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -234,39 +237,54 @@ async def _gathered(values: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*values, return_exceptions=True))
 
 
-def _result(value: Any) -> str:
-    """Return a tool's result as a text; a failure for one that is too long, or that has no text."""
+def _result(value: Any) -> str | list[Any]:
+    """Return a tool's result as a message's content; a failure for one that is too long, or that has no text."""
     try:
-        text = _text(value)
+        content = _content(value)
     except Exception as error:
         return _Failure(str(error))
-    if len(text) > LONGEST_RESULT:
-        return _Failure(f"the result has {len(text)} characters, and at most {LONGEST_RESULT} are read")
-    return value if isinstance(value, _Failure) else text
+    if (length := _length(content)) > LONGEST_RESULT:
+        return _Failure(f"the result has {length} characters, and at most {LONGEST_RESULT} are read")
+    return value if isinstance(value, _Failure) else content
 
 
-def _told(result: str) -> str:
+def _told(result: str | list[Any]) -> str | list[Any]:
     """Return a result as the model is told it, without halves of characters."""
+    if isinstance(result, list):
+        return [part | {"text": _told(part["text"])} if "text" in part else part for part in result]
     text = str({"error": str(result)}) if isinstance(result, _Failure) else result
     return text.encode(errors="replace").decode()
 
 
-def _text(value: Any) -> str:
-    """Return a value as a text: blocks of text are joined."""
-    if isinstance(value, list) and value and all(isinstance(b, dict) and b.get("type") == "text" for b in value):
-        return "".join(str(block.get("text")) for block in value)
+_IMAGES = ("image", "image_url", "input_image")
+
+
+def _content(value: Any) -> str | list[Any]:
+    """Return a value as a message's content: parts where there are images, else a text, of which parts are joined."""
+    if worker.is_picture(value):
+        value = [{"type": "image", "image": value}]
+    kinds = {part.get("type") if isinstance(part, dict) else None for part in value} if isinstance(value, list) else ()
+    if kinds == {"text"}:
+        return "".join(str(part.get("text")) for part in value)
+    if kinds and kinds <= {"text", *_IMAGES}:
+        parts: list[Any] = json.loads(json.dumps(value, default=worker.plain))
+        return [part | {"text": str(part.get("text"))} if part["type"] == "text" else part for part in parts]
     return value if isinstance(value, str) else str(value)
 
 
-def _require_short(text: str, name: str) -> None:
-    if len(text) > LONGEST_RESULT:
-        raise EpisodeError(f"{name} has {len(text)} characters, and at most {LONGEST_RESULT} are read")
-    text.encode()  # half a character of UTF-16 is none
+def _length(content: str | list[Any]) -> int:
+    """Return the characters of a content's texts."""
+    if isinstance(content, str):
+        return len(content)
+    texts = [part.get("text", "") if isinstance(part, dict) else part for part in content]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _number(value: Any) -> float:
-    """Return a number of another type than Python's, such as numpy's."""
-    return float(value)
+def _require_short(content: str | list[Any], name: str) -> None:
+    if (length := _length(content)) > LONGEST_RESULT:
+        raise EpisodeError(f"{name} has {length} characters, and at most {LONGEST_RESULT} are read")
+    if isinstance(content, str):
+        content.encode()  # half a character of UTF-16 is none
 
 
 def described(error: BaseException) -> str:
@@ -323,7 +341,7 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
             reply = holder.answer(request)
             if request["do"] == "end":
                 reply["again"] = _left() == begun
-            body = json.dumps(reply, default=_number, allow_nan=True)
+            body = json.dumps(reply, default=worker.plain, allow_nan=True)
         except Exception as error:
             body = json.dumps({"error": described(error)})
         if os.getpid() != process:  # a tool forked, and its copy returned

@@ -13,18 +13,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxglue.data.images import ImageRules
 from jaxglue.generation.engine import Completion
 from jaxglue.generation.turns import Turn
 from jaxglue.rl.conversation import ConversationTemplate, Messages, conversation_text, named_results
 from jaxglue.rl.episode_process import EpisodeDiedError
-from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.pack import images_shown
+from jaxglue.rl.prompts import Content, Prompt, PromptImage, read_images
 from jaxglue.rl.sampler import Episode, Sample
-from jaxglue.vision.rows import PromptImages
+from jaxglue.vision.images import ImageSource
+from jaxglue.vision.rows import Image, PromptImages
 
 _SEEDS_APART = 1_000_003
 """Separates the seeds of turns."""
@@ -37,6 +40,8 @@ class Reply(NamedTuple):
 
     messages: Messages
     """Messages that the next turn follows; none ends the episode."""
+    images: Sequence[ImageSource] = ()
+    """Those of the messages, in order, whose parts of type `image` are their places."""
     ends: bool = False
     turn_reward: float = math.nan
     """Reward of the turn; NaN for none."""
@@ -54,8 +59,8 @@ class Host(Protocol):
     name: str
     """Of its own reward."""
 
-    def reset(self, prompt: Prompt) -> str | None:
-        """Begin; return a text that is added to the prompt."""
+    def reset(self, prompt: Prompt) -> Reply:
+        """Begin; return a message whose content is added to the prompt, or none."""
 
     def reply(self, messages: Messages, *, last: bool) -> Reply:
         """Return the reply to a conversation; at the last turn nothing more can be said."""
@@ -98,6 +103,8 @@ class Environment(NamedTuple):
     """Each turn follows what the template makes of those before it, as a row of its own."""
     names: Sequence[str]
     """Of the rewards of episodes."""
+    shows: bool = False
+    """It may show images."""
     journal: "EpisodeJournal | None" = None
 
 
@@ -122,19 +129,19 @@ class OpenEpisode:
     """Among the episodes of the prompt."""
     count: int
     """Episodes of the prompt."""
-    images: PromptImages | None = None
-    """Of the prompt."""
-    stand_in: int | None = None
-    """Token that the model reads in the place of those of images; None for these."""
+    images: list[Image] = field(default_factory=list)
+    """Of its own prompt and of all messages after it, in order."""
     content: Messages = field(default_factory=list)
     """Messages of its own prompt."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """Tokens before its first turn and before the present one; where turns are rows of their own, before each."""
+    firsts: list[list[int]] = field(default_factory=list)
+    """First token of each image in each of these."""
     parts: list[Sample] = field(default_factory=list)
     """Turns, and tokens of the environment between them."""
     messages: Messages = field(default_factory=list)
     """After those of its prompt."""
-    added: str | None = None
+    added: Content | None = None
     """What reset added to the prompt."""
     turn_rewards: list[float] = field(default_factory=list)
     reward: float = math.nan
@@ -167,25 +174,28 @@ class OpenEpisode:
         """Return its name in messages."""
         return f"environment of {self.prompt.origin}, episode {self.answer + 1}"
 
-    def turn_of(self, seed: int, most: int, *, holds: bool) -> Turn:
-        """Return its next turn, of at most so many tokens; random numbers depend on the run's seed and its place."""
+    @property
+    def shown(self) -> list[Image]:
+        """Return the images that its environment has shown."""
+        return self.images[len(self.prompt.records) :]
+
+    def turn_of(self, prompt: Sequence[int], images: PromptImages | None, seed: int, most: int, *, holds: bool) -> Turn:
+        """Return its next turn, of at most so many tokens; random numbers depend on the run's seed and its place.
+
+        Args:
+            prompt: all tokens before it, as the model reads them.
+            images: of these.
+            seed: of the run.
+            most: tokens.
+            holds: another turn may go on from it.
+        """
         turn, before = len(self.turns), self.turn
         index, answer = self.number, self.answer
         if turn:  # random keys take 32 bits, and held-out prompts have indices beyond all others
             index, answer = (self.number * self.count + self.answer) % (1 << 32), 0
         after = before if before is not None and before.holds else None
         seed += turn * _SEEDS_APART
-        return Turn(
-            self._read(self.prompts[-1]), index, answer, seed, most, after=after, images=self.images, holds=holds
-        )
-
-    def _read(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return tokens as the model reads them."""
-        if self.images is None or self.stand_in is None:
-            return tokens
-        read = np.array(tokens)
-        read[self.images.places] = self.stand_in
-        return read.tolist()
+        return Turn(prompt, index, answer, seed, most, after=after, images=images, holds=holds)
 
     def sample(self, rewards: Mapping[str, float], *, branches: bool, nothing: int) -> Sample:
         """Return the episode as an answer; tokens of the environment have no log-probability, and do not count.
@@ -202,7 +212,8 @@ class OpenEpisode:
         turn_ends = [end for part, end in zip(parts, ends, strict=True) if part.counted is None]
         observed = [] if self.added is None else [{"role": "user", "content": self.added}]
         prompts = self.prompts or [self.prompt.tokens]
-        turns = self.turns
+        turns, own = self.turns, len(self.prompt.records)
+        firsts = [each[own:] for each in (self.firsts if branches else self.firsts[-1:])]
         episode = Episode(
             messages=[*observed, *self.messages],
             prompts=[list(p) for p in (prompts[: len(ends)] if branches else prompts[:1])],
@@ -214,6 +225,8 @@ class OpenEpisode:
             failures=self.failures,
             died=self.died,
             name=self.name,
+            images=[encoded_image(image) for image in self.shown],
+            firsts=firsts[: len(ends)],
         )
         counted = [np.full(len(p.tokens), True) if p.counted is None else p.counted for p in parts]
         return Sample(
@@ -244,7 +257,13 @@ def read_sample(value: Mapping[str, Any]) -> Sample:
     return Sample(**arrays, ended=value["ended"], text=value["text"], episode=episode)
 
 
-_KEPT = ("content", "prompts", "messages", "added", "turn_rewards", "calls", "failures")
+def encoded_image(image: Image) -> str:
+    """Return an image's bytes in base64."""
+    assert image.read is not None
+    return base64.b64encode(image.read()).decode()
+
+
+_KEPT = ("content", "prompts", "firsts", "messages", "added", "turn_rewards", "calls", "failures")
 """What an episode is beside its parts and its environment's state."""
 
 
@@ -252,13 +271,17 @@ def episode_json(episode: OpenEpisode, state: Any, *, branches: bool) -> dict[st
     """Return an episode before its next turn as JSON, with the state of its environment."""
     values = {name: getattr(episode, name) for name in _KEPT}
     values["prompts"] = [*map(list, episode.prompts if branches else episode.prompts[:1])]
+    values["images"] = [encoded_image(image) for image in episode.shown]
     return {**values, "parts": [*map(sample_json, episode.parts)], "state": state}
 
 
-def restore_episode(episode: OpenEpisode, value: Mapping[str, Any], *, branches: bool) -> None:
+def restore_episode(
+    episode: OpenEpisode, value: Mapping[str, Any], rules: ImageRules | None, *, branches: bool
+) -> None:
     """Let an episode be as `episode_json` kept it."""
     for name in _KEPT:
         setattr(episode, name, value[name])
+    episode.images += images_shown(value["images"], rules)
     episode.parts = [*map(read_sample, value["parts"])]
     if not branches:
         episode.prompts[1:] = [episode.text]
@@ -278,6 +301,14 @@ def _unwritten(tokens: Sequence[int]) -> Sample:
     return Sample(np.array(tokens, np.int32), unknown, True, counted=apart)
 
 
+def _joined(said: Content, added: Content) -> Content:
+    """Return a message's content with what is added to it: a text, if both are."""
+    if isinstance(said, str) and isinstance(added, str):
+        return said + added
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (said, added)]
+    return [*parts[0], *parts[1]]
+
+
 class Episodes:
     """Episodes of some prompts, as sources of turns; a context that ends their environments.
 
@@ -287,8 +318,8 @@ class Episodes:
         numbers: of the prompts in the run.
         count: episodes of each.
         seed: of the run.
-        images: of each prompt, or None; none where no prompt has any.
-        stand_in: token that the model reads in the place of those of images.
+        images: of each prompt.
+        features: of images, by their `Image.cache_key`.
     """
 
     def __init__(
@@ -298,15 +329,23 @@ class Episodes:
         numbers: Sequence[int],
         count: int,
         seed: int,
-        images: Sequence[PromptImages | None] = (),
-        stand_in: int | None = None,
+        images: Sequence[Sequence[PromptImage]] = (),
+        features: Callable[[Sequence[Image]], Mapping[tuple, np.ndarray]] | None = None,
     ):
         self.environment, self._seed = environment, seed
+        images = images or [()] * len(prompts)
         self._all = [
-            OpenEpisode(prompt, number, answer, count, seen, stand_in)
-            for prompt, number, seen in zip(prompts, numbers, images or [None] * len(prompts), strict=True)
+            OpenEpisode(prompt, number, answer, count, [image for image, _ in seen])
+            for prompt, number, seen in zip(prompts, numbers, images, strict=True)
             for answer in range(count)
         ]
+        self._features_of, self._features = features, dict[tuple, np.ndarray]()
+        self._seeing = Lock()
+        self._see([image for seen in images for image, _ in seen])
+        self._beginnings = {
+            number: self._read(prompt.tokens, seen)
+            for prompt, number, seen in zip(prompts, numbers, images, strict=True)
+        }
         self._samples: dict[str, Sample] = {}
         most = len(self._all) if environment.at_once is None else min(environment.at_once, len(self._all))
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="episodes")
@@ -335,6 +374,49 @@ class Episodes:
         count = self._all[0].count
         ordered = [self._samples[episode.key] for episode in self._all]
         return [ordered[start : start + count] for start in range(0, len(ordered), count)]
+
+    def _see(self, images: Sequence[Image]) -> None:
+        """Let features of images be known; raise ValueError for a damaged one."""
+        with self._seeing:
+            if new := [image for image in images if image.cache_key not in self._features]:
+                assert self._features_of is not None
+                self._features |= self._features_of(new)
+
+    def _read(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[Sequence[int], PromptImages | None]:
+        """Return tokens as the model reads them, with the features of their images."""
+        rules = self.environment.template.rules
+        return (tokens, None) if rules is None else read_images(tokens, images, self._features, rules.processor)
+
+    def _begun(self, episode: OpenEpisode) -> tuple[Sequence[int], PromptImages | None]:
+        """Return all tokens of an episode, as the model reads them, with the features of its images."""
+        prompt, rules = episode.prompts[-1], self.environment.template.rules
+        if prompt is episode.prompt.tokens:  # one for all episodes, which share its pages
+            return self._beginnings[episode.number]
+        tokens, images = np.array(prompt), list[PromptImage]()
+        for first, image in zip(episode.firsts[-1], episode.images, strict=True):
+            assert rules is not None
+            images.append(PromptImage(image, rules.places(tokens, first, rules.processor.tokens(image.grid))))
+        self._see(episode.images)  # some may be known by their bytes alone, from before a kill
+        return self._read(prompt, images)
+
+    def _shown(self, reply: Reply) -> list[Image]:
+        """Return the images of a reply.
+
+        Raises:
+            EpisodeDiedError: one that is none, or a damaged one.
+            ValueError: the run sees none.
+        """
+        if not reply.images:
+            return []
+        rules = self.environment.template.rules
+        if rules is None or not self.environment.shows:
+            raise ValueError("--environment showed an image: let it, with --environment-images true")
+        try:
+            images = [rules.shown(source.read()) for source in reply.images]
+            self._see(images)
+        except ValueError as error:
+            raise EpisodeDiedError(f"failed: {error}") from error
+        return images
 
     def submit(
         self, do: Callable[[OpenEpisode, "EpisodeSource"], None], episode: OpenEpisode, source: "EpisodeSource"
@@ -365,7 +447,7 @@ class Episodes:
             episode.host = environment.begin(episode.prompt, f"{self._seed}.{episode.key}")
             episode.name = episode.host.name
             if saved is not None:
-                restore_episode(episode, saved, branches=environment.branches)
+                restore_episode(episode, saved, environment.template.rules, branches=environment.branches)
                 episode.host.restore(saved["state"])
             else:
                 self._set_prompt(episode, episode.host.reset(episode.prompt))
@@ -373,28 +455,32 @@ class Episodes:
             return
         self._end(episode, source)
 
-    def _set_prompt(self, episode: OpenEpisode, text: str | None) -> None:
+    def _set_prompt(self, episode: OpenEpisode, reply: Reply) -> None:
         content = episode.prompt.content
         assert not isinstance(content, str)
-        episode.added, episode.content, tokens = text, content, episode.prompt.tokens
-        if text:
+        added = reply.messages[0]["content"] if reply.messages else None
+        episode.added, episode.content, tokens = added, content, episode.prompt.tokens
+        if added:
             last = content[-1]
-            if isinstance(said := last.get("content"), list):
-                said = [*said, {"type": "text", "text": text}]
-            elif isinstance(said, str):
-                said = said + text
-            else:
+            if not isinstance(said := last.get("content"), str | list):
                 raise EpisodeDiedError("has a text for a last message whose content is no text")
-            episode.content = [*content[:-1], {**last, "content": said}]
+            episode.content = [*content[:-1], {**last, "content": _joined(said, added)}]
+            episode.images += self._shown(reply)
             tokens = self._tokens(episode, episode.content)
         if len(tokens) + 1 > self.environment.row:
             raise EpisodeDiedError(f"begins with a prompt of {len(tokens):,} tokens, which leaves none in --seq-len")
-        episode.prompts.append(tokens)
+        self._append(episode, tokens)
 
-    def _tokens(self, episode: OpenEpisode, messages: Messages) -> list[int]:
-        """Return the tokens of messages that begin with those of its prompt."""
-        prompt = episode.prompt
-        return self.environment.template.prompt(messages, prompt.tools, [record.grid for record in prompt.records])
+    def _append(self, episode: OpenEpisode, tokens: Sequence[int]) -> None:
+        """Add a prompt that the template has written."""
+        rules, grids = self.environment.template.rules, [image.grid for image in episode.images]
+        episode.prompts.append(tokens)
+        episode.firsts.append([] if rules is None else rules.firsts(np.array(tokens), grids))
+
+    def _tokens(self, episode: OpenEpisode, messages: Messages, new: Sequence[Image] = ()) -> list[int]:
+        """Return the tokens of messages that begin with those of its prompt, of which the last have new images."""
+        grids = [image.grid for image in (*episode.images, *new)]
+        return self.environment.template.prompt(messages, episode.prompt.tools, grids)
 
     def _room(self, episode: OpenEpisode) -> int:
         """Return the tokens that the next turn may have."""
@@ -406,7 +492,8 @@ class Episodes:
         """Let the model write the next turn."""
         environment = self.environment
         holds = not environment.branches and len(episode.turns) + 1 < environment.turns
-        episode.turn = episode.turn_of(self._seed, self._room(episode), holds=holds)
+        prompt, images = self._begun(episode)
+        episode.turn = episode.turn_of(prompt, images, self._seed, self._room(episode), holds=holds)
         source.add(episode)
 
     def go_on(self, episode: OpenEpisode, source: "EpisodeSource") -> None:
@@ -436,7 +523,7 @@ class Episodes:
         episode.calls += reply.calls
         episode.failures += reply.failures
         replies = named_results(reply.messages, said.get("tool_calls", []))
-        goes_on = bool(replies) and not (last or reply.ends) and self._add(episode, replies)
+        goes_on = bool(replies) and not (last or reply.ends) and self._add(episode, replies, self._shown(reply))
         if goes_on or reply.ends:
             episode.messages += replies
         return goes_on
@@ -447,22 +534,28 @@ class Episodes:
     def _most(self, episode: OpenEpisode) -> int:
         return min(self.environment.longest, self.environment.row - len(episode.prompts[0]))
 
-    def _add(self, episode: OpenEpisode, replies: Messages) -> bool:
-        """Add the tokens of replies; return False where they leave none for another turn."""
+    def _add(self, episode: OpenEpisode, replies: Messages, images: Sequence[Image]) -> bool:
+        """Add the tokens of replies with these images; return False where they leave none for another turn."""
         environment, tools, last = self.environment, episode.prompt.tools, episode.parts[-1]
         if environment.branches:
-            tokens = self._tokens(episode, [*episode.content, *episode.messages, *replies])
+            tokens = self._tokens(episode, [*episode.content, *episode.messages, *replies], images)
             if len(tokens) - len(episode.prompts[0]) >= self._most(episode):
                 return False
-            episode.prompts.append(tokens)
+            episode.images += images
+            self._append(episode, tokens)
             return True
-        between = environment.template.between(
-            episode.content, episode.messages, replies, tools, int(last.tokens[-1]), episode.prompt.origin
+        grids, template = [image.grid for image in images], environment.template
+        between = template.between(
+            episode.content, episode.messages, replies, tools, int(last.tokens[-1]), episode.prompt.origin, grids
         )
         if between is None or self._used(episode) + len(between) >= self._most(episode):
             return False
+        before = len(episode.text)
+        new = [] if template.rules is None else template.rules.firsts(np.array(between), grids)
         episode.parts.append(_unwritten(between))
+        episode.images += images
         episode.prompts[1:] = [episode.text]
+        episode.firsts[1:] = [[*episode.firsts[-1], *(before + first for first in new)]]
         return True
 
     def _end(self, episode: OpenEpisode, source: "EpisodeSource") -> None:

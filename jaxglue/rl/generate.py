@@ -1,6 +1,6 @@
 """A generation: answers of the model to some prompts, judged, with the log-probabilities that training reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -10,18 +10,19 @@ from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.images import ImageRules, PlacedImage
 from jaxglue.generation.turns import TurnSource
 from jaxglue.rl.advantages import compare, rewards_of
 from jaxglue.rl.conversation import ConversationTemplate
 from jaxglue.rl.episodes import Environment, EpisodeJournal, Episodes
-from jaxglue.rl.pack import Group, groups_of, of_samples, unpack
+from jaxglue.rl.pack import Group, groups_of, images_before, of_samples, unpack
 from jaxglue.rl.plan import RolloutPlan
 from jaxglue.rl.prompts import Prompt, PromptDataset, PromptImage
 from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
 from jaxglue.rl.teachers import ServedTeachers
-from jaxglue.vision.rows import PromptImages
+from jaxglue.vision.rows import Image
 
 _HELD_OUT = 1 << 30
 """Number of the first held-out prompt, beyond those of all that are trained on."""
@@ -41,10 +42,8 @@ class Policy(Protocol):
     ) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts, to prompts with these images."""
 
-    def see(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
-    ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
-        """Return prompts as the model reads them, with the features of their images by the present tower."""
+    def features(self, images: Sequence[Image]) -> Mapping[tuple, Float[np.ndarray, "I D"]]:
+        """Return the features of images by the present tower, by their `Image.cache_key`; several threads may ask."""
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""
@@ -79,11 +78,10 @@ class Writer:
 def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Writer:
     """Return the model as a writer of the plan's answers."""
     environment, config = None, plan.config
-    readers = [data.reader for data in (plan.dataset, plan.held_out) if data is not None and data.reader is not None]
     if config.environment is not None:
         environment = Environment(
             begin=plan.judge.begin,
-            template=ConversationTemplate(tokenizer, next((reader.rules for reader in readers), None)),
+            template=ConversationTemplate(tokenizer, plan.rules),
             any_tool=plan.judge.kinds is not None,
             turns=config.max_turns,
             longest=config.max_completion_length,
@@ -92,6 +90,7 @@ def make_writer(plan: RolloutPlan, policy: Policy, tokenizer: PreTrainedTokenize
             fate=config.dead_episodes,
             branches=config.history == "branch",
             names=plan.judge.episode_names,
+            shows=config.environment_images,
         )
     return Writer(policy=policy, tokenizer=tokenizer, environment=environment)
 
@@ -134,7 +133,7 @@ def generate(
 def with_log_probs(plan: RolloutPlan, policy: Policy, generation: Generation) -> Generation:
     """Return a generation with the log-probabilities that something reads, under the present weights."""
     passes = _begin_passes(plan, policy, generation.prompts, generation.samples)
-    return _with_log_probs(generation, passes)
+    return _with_log_probs(generation, passes, plan.rules)
 
 
 def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs: bool) -> Generation:
@@ -158,7 +157,7 @@ def _answer(plan: RolloutPlan, writer: Writer, position: int, *, with_log_probs:
         rewards=judge(plan, prompts, samples),
         sampled=len(prompts),
     )
-    return _with_log_probs(generation, passes)
+    return _with_log_probs(generation, passes, plan.rules)
 
 
 def answer_held_out(plan: RolloutPlan, writer: Writer) -> Generation:
@@ -187,11 +186,8 @@ def sample(
         if plan.tile is None or not plan.objective.needs_old(plan.window):
             return groups
         return [[answer._replace(old=answer.log_probs) for answer in group] for group in groups]
-    seen, stand_in = list[PromptImages | None](), None
-    if any(images):
-        assert dataset.reader is not None
-        seen, stand_in = writer.policy.see(tokens, images)[1], dataset.reader.rules.processor.stand_in
-    with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed, seen, stand_in) as episodes:
+    features = writer.policy.features
+    with Episodes(writer.environment, prompts, numbers, plan.answers, plan.seed, images, features) as episodes:
         writer.policy.converse(episodes.sources, plan.answers)
         return episodes.samples()
 
@@ -213,7 +209,7 @@ def check_exact(plan: RolloutPlan, policy: Policy, generation: Generation) -> No
         ValueError: some differ, so that sampling is not exact on this device.
     """
     prompts, samples = generation.prompts, generation.samples
-    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
+    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))), rules=plan.rules)
     batch = plan.pack(groups)[0].batch
     assert batch.rollouts is not None
     counted = np.asarray(batch.loss_weights) > 0
@@ -253,8 +249,8 @@ def _begin_passes(
     needs_reference = plan.objective.uses_reference
     if not (needs_old or needs_reference or plan.teachers is not None):
         return None
-    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))))
-    reference = None if plan.teachers is None else _begin_scores(plan.teachers, prompts, groups)
+    groups = groups_of(plan.objective, prompts, samples, np.zeros((len(prompts), len(samples[0]))), rules=plan.rules)
+    reference = None if plan.teachers is None else _begin_scores(plan.teachers, prompts, groups, plan.rules)
     if not (needs_old or needs_reference):
         return _LogProbPasses(None, reference)
     packed = plan.pack(groups)
@@ -266,27 +262,31 @@ def _begin_passes(
     return _LogProbPasses(old, begin(reference=True) if needs_reference else reference)
 
 
-def _begin_scores(teachers: ServedTeachers, prompts: Sequence[Prompt], groups: Sequence[Group]) -> _RowValues:
+def _begin_scores(
+    teachers: ServedTeachers, prompts: Sequence[Prompt], groups: Sequence[Group], rules: ImageRules | None
+) -> _RowValues:
     """Begin to ask teachers for the log-probabilities of answers, after their own prompts where they have some."""
-    scores = [
-        teachers.begin(prompt, prompt.teacher or group.prompt, answer.tokens.tolist())
-        for prompt, group in zip(prompts, groups, strict=True)
-        for answer in group.answers
-    ]
+    scores = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        before = prompt.teacher or group.prompt
+        images = [] if rules is None else images_before(before, group.images, rules)
+        for answer in group.answers:
+            own = [PlacedImage(len(before) + first, image) for first, image in answer.images]
+            scores.append(teachers.begin(prompt, [*before, *answer.tokens.tolist()], [*images, *own]))
     lengths = [len(answer.tokens) for group in groups for answer in group.answers]
     return lambda: [score.result()[-length:] for score, length in zip(scores, lengths, strict=True)]
 
 
-def _with_log_probs(generation: Generation, passes: _LogProbPasses | None) -> Generation:
+def _with_log_probs(generation: Generation, passes: _LogProbPasses | None, rules: ImageRules | None) -> Generation:
     """Return the generation with the log-probabilities of these passes."""
     if passes is None:
         return generation
     samples = generation.all_samples
     if passes.old is not None:
-        values = of_samples(generation.prompts, generation.samples, passes.old())
+        values = of_samples(generation.prompts, generation.samples, passes.old(), rules)
         samples = [answer._replace(old=own) for answer, own in zip(samples, values, strict=True)]
     if passes.reference is not None:
-        values = of_samples(generation.prompts, generation.samples, passes.reference())
+        values = of_samples(generation.prompts, generation.samples, passes.reference(), rules)
         samples = [answer._replace(reference=own) for answer, own in zip(samples, values, strict=True)]
     answers = iter(samples)
     return replace(generation, samples=[[next(answers) for _ in group] for group in generation.samples])

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Protocol
 
+from jaxglue.data.messages import read_content
 from jaxglue.data.tokenizer import require_unicode
-from jaxglue.rl import episode_worker
+from jaxglue.rl import episode_worker, worker
 from jaxglue.rl.conversation import Messages
 from jaxglue.rl.episode_process import EnvironmentKind, EpisodeDiedError, finite
 from jaxglue.rl.episodes import Reply
 from jaxglue.rl.process import Function
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Sample
+from jaxglue.vision.images import image_source
 
 ENVIRONMENT = "environment"
 """Name of the reward that a function which replies gives, and the column by which rows choose among environments."""
@@ -42,9 +44,9 @@ class FunctionHost:
     def __init__(self, ask: Callable[[Messages, bool], Any], where: str):
         self._ask, self._where = ask, where
 
-    def reset(self, prompt: Prompt) -> str | None:
+    def reset(self, prompt: Prompt) -> Reply:
         """See `Host`."""
-        return None
+        return Reply([])
 
     def reply(self, messages: Messages, *, last: bool) -> Reply:
         """See `Host`.
@@ -89,12 +91,13 @@ class ObjectHost:
         self.name = kind.class_name
         self._connection, self._kind, self._readers, self._chosen = connection, kind, readers, chosen
 
-    def reset(self, prompt: Prompt) -> str | None:
+    def reset(self, prompt: Prompt) -> Reply:
         """See `Host`; all columns of the row are arguments of `reset`, with the prompt, if the row has one."""
         row = {"prompt": prompt.content, **prompt.columns} if prompt.asked else dict(prompt.columns)
         if self._chosen:
             row.pop(ENVIRONMENT, None)
-        return self._connection.ask("reset", row=row)["text"]
+        added = self._connection.ask("reset", row=row)["content"]
+        return _reply([{"role": "user", "content": added}] if added else [])
 
     def reply(self, messages: Messages, *, last: bool) -> Reply:
         """See `Host`; the last turn's calls are not made."""
@@ -103,9 +106,9 @@ class ObjectHost:
             if last:
                 return Reply([])
             reply = self._connection.ask("call", calls=[call["function"] for call in calls])
-            results = [{"role": "tool", "content": text} for text in reply["results"]]
+            results = _reply([{"role": "tool", "content": content} for content in reply["results"]])
             counts = {"calls": len(calls), "failures": reply["failures"]}
-            return Reply(results, ends=reply["over"], turn_reward=finite(reply["turn_reward"]), **counts)
+            return results._replace(ends=reply["over"], turn_reward=finite(reply["turn_reward"]), **counts)
         if not self._kind.replies:
             return Reply([])
         reply = self._connection.ask("reply", message=said["content"], messages=messages, last=last)
@@ -159,7 +162,7 @@ class GivenConnection:
         with self._lock:
             try:
                 self._holder = self._holder or episode_worker.Holder(self._make(), self._loop)
-                reply = json.loads(json.dumps(self._holder.answer({"do": do, **request}), default=float))
+                reply = json.loads(json.dumps(self._holder.answer({"do": do, **request}), default=worker.plain))
             except Exception as error:
                 reply = {"error": episode_worker.described(error)}
         if (reason := reply.get("error")) is not None:
@@ -178,14 +181,15 @@ def read_reply(reply: Any) -> Reply:
         EpisodeDiedError: something else, or half a character.
     """
     try:
-        require_unicode(json.dumps(reply, ensure_ascii=False))
+        require_unicode(text := json.dumps(reply, ensure_ascii=False, default=worker.plain))
     except ValueError as error:
         raise EpisodeDiedError(f"failed: {error}") from None
+    reply = json.loads(text)
     if isinstance(reply, str):
         return Reply([{"role": "user", "content": reply}])
     replies = [reply] if isinstance(reply, dict) else reply
     if isinstance(replies, list) and replies and all(map(_is_message, replies)):
-        return Reply(replies)
+        return _reply(replies)
     if reply is None:
         return Reply([])
     if isinstance(reply, int | float) and not isinstance(reply, bool) and math.isfinite(reply):
@@ -198,8 +202,23 @@ def read_reply(reply: Any) -> Reply:
 
 def _is_message(value: Any) -> bool:
     """Tell whether a value is a message of others than the model."""
-    texts = isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-    return texts and value["role"] != "assistant"
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str | list):
+        return False
+    return isinstance(role := value.get("role"), str) and role != "assistant"
+
+
+def _reply(messages: Messages) -> Reply:
+    """Return messages with the images of their parts.
+
+    Raises:
+        EpisodeDiedError: other parts, or an image that names a file or an address.
+    """
+    found = list[Any]()
+    try:
+        read = [{**each, "content": read_content(each["content"], each["role"], found)} for each in messages]
+        return Reply(read, images=[image_source(value, None) for value in found])
+    except ValueError as error:
+        raise EpisodeDiedError(f"failed: {error}") from None
 
 
 def kind_of_row(kinds: Sequence[EnvironmentKind], columns: Mapping[str, Any], where: str) -> EnvironmentKind:

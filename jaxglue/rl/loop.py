@@ -226,7 +226,7 @@ class RolloutSteps(Iterator[Step]):
 def make_steps(plan: RolloutPlan, policy: Policy, generation: Generation, advantages: Advantages) -> list[Step]:
     """Return the optimizer steps on a generation: its prompts divided among some, all of them as often as asked."""
     credits = turn_credits(plan, generation) if plan.config.credit == "turn" else None
-    groups = groups_of(plan.objective, generation.prompts, generation.samples, advantages.values, credits)
+    groups = groups_of(plan.objective, generation.prompts, generation.samples, advantages.values, credits, plan.rules)
     if plan.objective.needs_teacher:
         groups = _with_teacher(plan, policy, groups, generation.prompts)
     size = len(groups) // plan.config.steps_per_generation

@@ -1,5 +1,6 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
@@ -9,12 +10,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.data.images import DocumentPart, ImageReader
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, PlacedImage
 from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, aligned, copy_beginnings, pack_forks, pack_segments, segment_bucket
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Row, Sample
+from jaxglue.vision.rows import Image, feature_keys
 
 _OPTIONAL = ("old", "reference", "credits", "teacher")
 """Values of answers' tokens, of all answers or none."""
@@ -40,6 +42,8 @@ class TrainedAnswer:
     """Log-probabilities under the reference, where an objective has one; of all answers or none."""
     teacher: Float[np.ndarray, "L E"] | None = None
     """A teacher's hidden states that predict its tokens; of all answers or none."""
+    images: Sequence[PlacedImage] = ()
+    """Those among its tokens."""
 
 
 class Packed(NamedTuple):
@@ -55,8 +59,8 @@ class Group(NamedTuple):
 
     prompt: Sequence[int]
     answers: Sequence[TrainedAnswer]
-    document: int = 0
-    """Place of the prompt in its data set, which has its images."""
+    images: Sequence[Image] = ()
+    """Those of the prompt, in order."""
 
     @property
     def length(self) -> int:
@@ -70,6 +74,7 @@ def groups_of(
     samples: Sequence[Sequence[Sample]],
     advantages: Values,
     credits: Sequence[Sequence[Float[np.ndarray, " L"]]] | None = None,
+    rules: ImageRules | None = None,
 ) -> list[Group]:
     """Return answers as the objective trains on them, after their prompts.
 
@@ -82,32 +87,63 @@ def groups_of(
         samples: answers to each.
         advantages: of the answers.
         credits: advantages of their tokens, where these have some of their own.
+        rules: for images; None where there are none.
     """
     groups = []
     for index, (prompt, group) in enumerate(zip(prompts, samples, strict=True)):
-        shared, contexts = rows_after(prompt, group)
-        rows = iter(contexts)
-        answers = []
+        shared, contexts = rows_after(prompt, group, rules)
+        rows, images = iter(contexts), [Image.of(record) for record in prompt.records]
+        answers = list[TrainedAnswer]()
         for number, sample in enumerate(group):
             of_tokens = None if credits is None else credits[index][number]
+            shown = images_shown(() if sample.episode is None else sample.episode.images, rules)
             for row in sample.rows(prompt.tokens):
-                answers.append(
-                    _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
-                )
-        groups.append(Group(shared, answers, prompt.document))
+                answer = _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
+                pairs = zip(row.firsts, shown, strict=False)
+                placed = [PlacedImage(first - len(shared), image) for first, image in pairs]
+                answers.append(replace(answer, images=[each for each in placed if each.first >= 0]))
+                if not answers[1:]:
+                    images += [image for first, image in placed if first < 0]
+        groups.append(Group(shared, answers, images))
     return groups
 
 
-def rows_after(prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sequence[int], list[Sequence[int]]]:
+def images_shown(encoded: Sequence[str], rules: ImageRules | None) -> list[Image]:
+    """Return images in base64 that an environment showed."""
+    images = list[Image]()
+    for text in encoded:
+        assert rules is not None
+        images.append(rules.shown(b64decode(text)))
+    return images
+
+
+def rows_after(
+    prompt: Prompt, samples: Sequence[Sample], rules: ImageRules | None = None
+) -> tuple[Sequence[int], list[Sequence[int]]]:
     """Return the tokens that all rows of a prompt's answers begin with, and those after them up to each row's own."""
-    prompts = [row.prompt for sample in samples for row in sample.rows(prompt.tokens)]
-    first = prompts[0]
-    if all(each is first for each in prompts):
-        return first, [()] * len(prompts)
-    least, most = min(map(list, prompts)), max(map(list, prompts))
+    rows = [row for sample in samples for row in sample.rows(prompt.tokens)]
+    first = rows[0].prompt
+    if all(row.prompt is first for row in rows):
+        return first, [()] * len(rows)
+    prompts = list[list[int]]()
+    for sample in samples:
+        shown = images_shown(() if sample.episode is None else sample.episode.images, rules)
+        prompts += [_keyed(row, shown, rules) for row in sample.rows(prompt.tokens)]
+    least, most = min(prompts), max(prompts)
     # What the first and last in order have in common, all have.
     common = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
-    return first[:common], [each[common:] for each in prompts]
+    return first[:common], [row.prompt[common:] for row in rows]
+
+
+def _keyed(row: Row, shown: Sequence[Image], rules: ImageRules | None) -> list[int]:
+    """Return the tokens before a row's own, of which those of images that its environment showed tell these apart."""
+    tokens = np.array(row.prompt)
+    for first, image in zip(row.firsts, shown, strict=False):
+        if first < len(tokens):
+            assert rules is not None
+            keys = feature_keys([image], rules.processor)
+            tokens[rules.places(tokens, first, len(keys))] = keys
+    return tokens.tolist()
 
 
 def _trained(
@@ -141,12 +177,15 @@ def _trained(
 
 
 def of_samples(
-    prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]], values: Sequence[Float[np.ndarray, "L *E"]]
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sequence[Sample]],
+    values: Sequence[Float[np.ndarray, "L *E"]],
+    rules: ImageRules | None = None,
 ) -> list[Float[np.ndarray, "L *E"]]:
     """Return the values of each answer's own tokens from those of its rows, in the order of `groups_of`."""
     rows, joined = iter(values), []
     for prompt, group in zip(prompts, samples, strict=True):
-        contexts = iter(rows_after(prompt, group)[1])
+        contexts = iter(rows_after(prompt, group, rules)[1])
         for sample in group:
             parts = [next(rows)[len(next(contexts)) :] for _ in sample.rows(prompt.tokens)]
             joined.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
@@ -173,7 +212,7 @@ def pack_groups(
         slots: the most answers of all groups; batches with equal slots share programs.
         shared: a row holds a prompt once; else each answer has a copy.
         copies: rows with shared prompts say where operations that follow one continuation find copies.
-        reader: of the prompts' images; None of data without any.
+        reader: of images; None where there are none.
         tile: tokens at whose multiples shared prompts and answers begin.
 
     Raises:
@@ -295,7 +334,7 @@ def _pack(
         segments = pack_segments([list(map(sum, row)) for row in forks], seq_len=seq_len, kind=kind)
     images = None
     if reader is not None:
-        parts = [[part for group, _ in row for part in _parts(group, shared)] for row in rows]
+        parts = [[part for group, _ in row for part in _parts(group, shared, reader.rules)] for row in rows]
         images = reader.rows(tokens, parts, max(reader.count(row) for row in parts))
     batch = Batch(
         tokens=tokens,  # type: ignore[arg-type]
@@ -308,11 +347,17 @@ def _pack(
     return Packed(batch, [[number for _, numbers in row for number in numbers] for row in rows])
 
 
-def _parts(group: Group, shared: bool) -> Iterator[DocumentPart]:
-    """Yield the parts of a group in a row, whose images are in the prompt alone."""
-    prompt = len(group.prompt)
+def images_before(prompt: Sequence[int], images: Sequence[Image], rules: ImageRules) -> list[PlacedImage]:
+    """Return the images of a prompt in their places."""
+    firsts = rules.firsts(np.array(prompt), [image.grid for image in images])
+    return [PlacedImage(*pair) for pair in zip(firsts, images, strict=False)]
+
+
+def _parts(group: Group, shared: bool, rules: ImageRules) -> Iterator[DocumentPart]:
+    """Yield the parts of a group in a row, with the images of each whole."""
+    prompt, images = len(group.prompt), images_before(group.prompt, group.images, rules)
     if shared:
-        yield DocumentPart(group.document, 0, prompt - 1, prompt, group.prompt)
+        yield DocumentPart(0, 0, prompt - 1, 0, images)
     for answer in group.answers:
-        end = prompt - 1 + len(answer.tokens)
-        yield DocumentPart(group.document, prompt - 1 if shared else 0, end, prompt, group.prompt)
+        own = [PlacedImage(prompt + first, image) for first, image in answer.images]
+        yield DocumentPart(0, prompt - 1 if shared else 0, prompt - 1 + len(answer.tokens), 0, [*images, *own])

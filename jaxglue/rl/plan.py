@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxglue.data.images import ImageRules
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.pack import Group, Packed, pack_groups
@@ -88,6 +89,12 @@ class RolloutPlan:
     def rows(self, position: int) -> list[int]:
         """Return the rows of the dataset that are answered together, from a position in the run's order on."""
         return list(islice(positions(len(self.dataset), self.seed, position), self.prompts))
+
+    @property
+    def rules(self) -> ImageRules | None:
+        """Return the rules for images of prompts and environments; None where there are none."""
+        readers = (data.reader for data in (self.dataset, self.held_out) if data is not None)
+        return next((reader.rules for reader in readers if reader is not None), None)
 
     def pack(self, groups: Sequence[Group]) -> list[Packed]:
         """Return the groups in micro-batches of the run's shape."""

@@ -25,9 +25,9 @@ from jaxglue.data.template import ChatTemplate, adopt
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.ops.segments import aligned
-from jaxglue.vision.processor import Grid
+from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords
-from jaxglue.vision.rows import Image
+from jaxglue.vision.rows import Image, PromptImages
 
 Content = str | list[dict[str, Any]]
 """A text to continue, or a conversation to answer."""
@@ -55,8 +55,6 @@ class Prompt(NamedTuple):
     """The row has a prompt; else its environment makes it."""
     records: tuple[ImageRecord, ...] = ()
     """Its images, in the order of their tokens."""
-    document: int = 0
-    """Its place in its data set."""
 
 
 class PromptImage(NamedTuple):
@@ -65,6 +63,19 @@ class PromptImage(NamedTuple):
     image: Image
     places: Int32[np.ndarray, " I"]
     """Token of each of its features."""
+
+
+def read_images(
+    tokens: Sequence[int], images: Sequence[PromptImage], features: Mapping[tuple, np.ndarray], processor: Processor
+) -> tuple[Sequence[int], PromptImages | None]:
+    """Return a prompt as the model reads it, with the features of its images by their `Image.cache_key`."""
+    if not images:
+        return tokens, None
+    read, places = np.array(tokens, np.int32), np.concatenate([places for _, places in images])
+    if processor.stand_in is not None:
+        read[places] = processor.stand_in
+    shown = PromptImages.of([image for image, _ in images], places, lambda i: features[i.cache_key], processor)
+    return read.tolist(), shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +95,7 @@ class PromptDataset(TokenDataset):
         """Return the images of a prompt, which are read here."""
         if self.reader is None or not prompt.records:
             return []
-        images = self.reader.images_of(prompt.document)
+        images = self.reader.decoded([Image.of(record) for record in prompt.records])
         places = np.flatnonzero(np.array(prompt.tokens) == self.reader.rules.tokens[0]).astype(np.int32)
         ends = np.cumsum([self.reader.rules.processor.tokens(image.grid) for image in images])
         return [PromptImage(*pair) for pair in zip(images, np.split(places, ends[:-1]), strict=True)]
@@ -117,6 +128,7 @@ def read_prompts(
     answered: bool = True,
     tools: ToolsOfRow | None = None,
     images: Callable[[Source], ImageRules] | None = None,
+    shows: bool = False,
 ) -> PromptDataset:
     """Read rows with a `prompt`, `messages` or a `question`; a text in `prompt` is continued as it is.
 
@@ -132,6 +144,7 @@ def read_prompts(
         tools: returns the schemas of the tools that the environment of a row with these columns has; rows may have no
             prompt then.
         images: returns the rules for images of a source's rows; None for a model that sees none.
+        shows: environments show images, whatever rows have.
 
     Raises:
         ValueError: no row, one without a prompt, images that cannot be read or seen, or a prompt that leaves no room
@@ -148,7 +161,7 @@ def read_prompts(
         room = max(longest + answer, aligned(longest - 1, tile) + aligned(answer, tile))
         if room <= limit:
             given = prompt.given[:answer] if answered and prompt.given else None
-            prompts.append(prompt._replace(given=given, document=len(prompts)))
+            prompts.append(prompt._replace(given=given))
         elif config.overlong != "drop":
             raise ValueError(
                 f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
@@ -180,7 +193,7 @@ def read_prompts(
         targets=np.zeros_like(lengths),
         prompts=tuple(prompts),
         answer=answer,
-        reader=None if rules is None or store.images is None else ImageReader(rules=rules, store=store),
+        reader=ImageReader(rules=rules, store=store) if rules is not None and (shows or len(records)) else None,
     )
 
 

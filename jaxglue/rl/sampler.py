@@ -55,6 +55,10 @@ class Episode(NamedTuple):
     """Why it ended before its time."""
     name: str = ""
     """Of the environment's own reward, of which those of turns are parts."""
+    images: Sequence[str] = ()
+    """Those that the environment showed, in base64."""
+    firsts: Sequence[list[int]] = ()
+    """First tokens of those of them that each row has; none for no rows."""
 
 
 class Row(NamedTuple):
@@ -64,6 +68,8 @@ class Row(NamedTuple):
     start: int
     end: int
     """Of its tokens among those of the answer."""
+    firsts: Sequence[int] = ()
+    """First token, of all with the prompt's, of each image that the environment showed before."""
 
 
 class Sample(NamedTuple):
@@ -92,8 +98,10 @@ class Sample(NamedTuple):
             yield Row(prompt, 0, len(self.tokens))
             return
         start = 0
-        for before, end in zip(self.episode.prompts, self.episode.row_ends, strict=True):
-            yield Row(before, start, end)
+        episode = self.episode
+        firsts = episode.firsts or [[]] * len(episode.prompts)
+        for before, end, shown in zip(episode.prompts, episode.row_ends, firsts, strict=True):
+            yield Row(before, start, end, shown)
             start = end
 
     @property

@@ -5,6 +5,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
@@ -13,7 +14,10 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.images import ImageRules, PlacedImage
+from jaxglue.rl.pack import images_before
 from jaxglue.rl.prompts import Prompt
+from jaxglue.vision.rows import Image
 
 TEACHER = "teacher"
 """Column by which rows choose among several."""
@@ -74,9 +78,13 @@ class ServedTeacher:
         except _RefusedError:
             return False
 
-    def check(self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a model whose tokens have other texts; only these tokens are compared."""
-        for token, text in zip(tokens[1:], self._score(tokens).texts, strict=True):
+    def check(
+        self, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, images: Sequence[PlacedImage] = ()
+    ) -> None:
+        """Refuse a model whose tokens have other texts, and one that sees no images; only these tokens are compared."""
+        if images:
+            self._check_sight(images[0].image)
+        for token, text in zip(tokens[1:], self._score(tokens, images).texts, strict=True):
             own = str(tokenizer.decode([token]))
             if text.startswith(("bytes:", "token_id:")) or "\ufffd" in own + text or own == text:
                 continue  # parts of characters, or no text
@@ -85,13 +93,25 @@ class ServedTeacher:
                 "models have one vocabulary"
             )
 
-    def begin(self, tokens: Sequence[int]) -> Future[Float[np.ndarray, " n-1"]]:
-        """Begin to score a text; return log-probabilities of its tokens but the first, to come."""
-        return self._threads.submit(lambda: np.array(self._score(tokens).log_probs, np.float32))
-
-    def _score(self, tokens: Sequence[int]) -> _Scored:
+    def _check_sight(self, image: Image) -> None:
+        """Refuse a server that leaves out images: it scores a text without a place for one."""
         assert self._form is not None
-        scored = self._complete([*map(int, tokens)], self._form)
+        try:
+            self._complete([0, 0], {**self._form, **_shown([PlacedImage(0, image)])})
+        except _RefusedError:
+            return
+        raise ValueError(
+            f"{self._where}: its completions take no images beside tokens: serve the teacher with jaxglue serve, or "
+            "name a folder by --teacher"
+        )
+
+    def begin(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> Future[Float[np.ndarray, " n-1"]]:
+        """Begin to score a text with these images; return log-probabilities of its tokens but the first, to come."""
+        return self._threads.submit(lambda: np.array(self._score(tokens, images).log_probs, np.float32))
+
+    def _score(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> _Scored:
+        assert self._form is not None
+        scored = self._complete([*map(int, tokens)], {**self._form, **_shown(images)})
         if scored is None or len(scored.log_probs) != len(tokens) - 1 or not np.isfinite(scored.log_probs).all():
             raise ValueError(
                 f"{self._where} returned no log-probability for each of the {len(tokens):,} tokens of a text"
@@ -144,6 +164,16 @@ class ServedTeacher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _shown(images: Sequence[PlacedImage]) -> dict[str, Any]:
+    """Return the field of images of a request, each with its first token."""
+    parts = []
+    for first, image in images:
+        assert image.read is not None
+        url = f"data:image/png;base64,{b64encode(image.read()).decode()}"  # its bytes tell what it is
+        parts.append({"type": "image_url", "image_url": {"url": url}, "token": first})
+    return {"images": parts} if parts else {}
+
+
 class _RefusedError(ValueError):
     """Reports a request that a server refuses."""
 
@@ -171,13 +201,20 @@ class ServedTeachers:
             found[read["name"]] = read["url"], read["model"]
         self._teachers = {name: ServedTeacher(*address, seconds) for name, address in found.items()}
 
-    def check(self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse rows without a teacher, and teachers of another vocabulary, as far as a prompt of each shows."""
-        checked = set[str | None]()
+    def check(
+        self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, rules: ImageRules | None = None
+    ) -> None:
+        """Refuse rows without a teacher, and teachers of another vocabulary, as far as a prompt of each shows.
+
+        Those that see no images are refused by a prompt with some.
+        """
+        checked = set[tuple[str | None, bool]]()
         for prompt in prompts:
-            if (name := self._name(prompt)) not in checked and len(prompt.tokens) > 1:
-                checked.add(name)
-                self._teachers[name].check(prompt.teacher or prompt.tokens, tokenizer)
+            if (kind := (self._name(prompt), bool(prompt.records))) not in checked and len(prompt.tokens) > 1:
+                checked.add(kind)
+                tokens, images = prompt.teacher or prompt.tokens, [*map(Image.of, prompt.records)]
+                placed = images_before(tokens, images, rules) if rules is not None else []
+                self._teachers[kind[0]].check(tokens, tokenizer, placed)
 
     def _name(self, prompt: Prompt) -> str | None:
         if None in self._teachers:
@@ -187,9 +224,11 @@ class ServedTeachers:
             raise ValueError(f"{prompt.origin}: the column teacher must name one of {names}, got {name!r:.100}")
         return name
 
-    def begin(self, prompt: Prompt, before: Sequence[int], tokens: Sequence[int]) -> Future[Float[np.ndarray, " n-1"]]:
-        """Begin to score tokens after others by a row's teacher; those before are scored, too."""
-        return self._teachers[self._name(prompt)].begin([*before, *tokens])
+    def begin(
+        self, prompt: Prompt, tokens: Sequence[int], images: Sequence[PlacedImage] = ()
+    ) -> Future[Float[np.ndarray, " n-1"]]:
+        """Begin to score tokens, with these images among them, by a row's teacher."""
+        return self._teachers[self._name(prompt)].begin(tokens, images)
 
     def close(self) -> None:
         """See `ServedTeacher`."""

@@ -6,10 +6,12 @@ process has a parent that loads nothing, and ends every program that the functio
 """
 
 import asyncio
+import base64
 import contextlib
 import ctypes
 import importlib.util
 import inspect
+import io
 import json
 import os
 import resource
@@ -162,6 +164,20 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
         return {"error": f"{type(error).__name__}: {error}{where}"}
 
 
+def plain(value: Any) -> Any:
+    """Return a value that JSON has not: images of Pillow, and bytes, as data: URLs, numpy's numbers as Python's."""
+    if is_picture(value):
+        value.save(stored := io.BytesIO(), "PNG")
+        value = stored.getvalue()
+    return f"data:image/png;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else float(value)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image of Pillow, which is imported where there is one."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
 def as_number(value: Any) -> float | None:
     """Return a reward; texts of numbers are none."""
     if isinstance(value, str | bytes):
@@ -180,7 +196,7 @@ def _serve(memory: int) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         for line in requests:
             request = json.loads(line)
-            answer = json.dumps({"number": request["number"], **reply(request)})
+            answer = json.dumps({"number": request["number"], **reply(request)}, default=plain)
             if os.getpid() != process:  # a function forked, and its copy returned
                 os._exit(0)
             replies.write(answer + "\n")

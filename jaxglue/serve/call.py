@@ -20,6 +20,7 @@ from jaxglue.generation.scoring import PromptScores
 from jaxglue.generation.sight import Prompt
 from jaxglue.serve.fields import (
     MOST_IMAGES,
+    MOST_PAIRS,
     read_biases,
     read_continuation,
     read_count,
@@ -124,6 +125,10 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
         if len(chat.images) > MOST_IMAGES:
             raise BadRequestError(f"{len(chat.images)} images: at most {MOST_IMAGES} are taken", parameter="messages")
         chat = host.assistant.attach(chat) if chat.images else chat
+        if len(chat.images) > MOST_PAIRS:
+            raise BadRequestError(
+                f"videos of {len(chat.images)} pairs of frames: at most {MOST_PAIRS} are taken", parameter="messages"
+            )
         contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
         require_short(voice.tokenizer, contents, length)
         if host.config.system is not None:
@@ -149,10 +154,13 @@ def _encoded(host: Host, body: dict[str, Any], chat: Chat, voice: Voice, length:
     template, text = render_messages(voice.tokenizer, chat, **options, answers=begins, continues=continues)
     require_short(voice.tokenizer, text, length)
     thinks = thought_inside("".join(content_texts(chat.messages[-1]["content"]))) if continues else thought_after(text)
+
+    def admit(tokens: int) -> None:
+        if tokens >= length:
+            raise TooLongError(f"{tokens:,} tokens, and texts may have {length:,}")
+
     images = chat.images
-    prompt = host.assistant.encode_rendered(template, text, images) if images else Prompt(template.encode(text))
-    if len(prompt.tokens) >= length and images:
-        raise TooLongError(f"{len(prompt.tokens):,} tokens, and texts may have {length:,}")
+    prompt = host.assistant.encode_rendered(template, text, images, admit) if images else Prompt(template.encode(text))
     return ChatPrompt(voice, prompt.tokens, prompt.images, thinks, schemas_of(chat.tools))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -20,7 +20,7 @@ _LARGE_BODY = 2**18
 _LARGEST_WITH_IMAGES = 16 * 2**20
 _MOST_CONTAINERS = 2**18
 """Lists and objects of a body, each of which takes a microsecond, at most."""
-_MOST_ANSWERS, MOST_PROMPTS, MOST_IMAGES = 16, 128, 16
+_MOST_ANSWERS, MOST_PROMPTS, MOST_IMAGES, MOST_PAIRS = 16, 128, 16, 64
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
 _SAMPLING: dict[str, tuple[Any, float, float]] = {
@@ -51,7 +51,7 @@ _SHARED |= {
 }
 CHAT = _SHARED | {"messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
 CHAT |= {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"}
-COMPLETION = _SHARED | {"prompt", "echo"}
+COMPLETION = _SHARED | {"prompt", "echo", "images"}
 """Parameters of requests."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
@@ -213,6 +213,22 @@ def read_log_probs(body: dict[str, Any], *, chat: bool) -> int | None:
     if count and not body.get("logprobs"):
         raise BadRequestError("top_logprobs come with logprobs: set it to true", parameter="top_logprobs")
     return count or 0 if body.get("logprobs") else None
+
+
+def read_placed(body: dict[str, Any], prompts: Sequence[str | list[int]]) -> list[tuple[int, Any]]:
+    """Return the first token and the value of each image of a completion; none without."""
+    images = body.get("images")
+    if images in (None, []):
+        return []
+    if len(prompts) != 1 or isinstance(prompts[0], str):
+        raise BadRequestError("images are for one prompt, of token ids: send chats for texts", parameter="images")
+    if not isinstance(images, list) or len(images) > MOST_IMAGES:
+        raise BadRequestError(f"images must be a list of at most {MOST_IMAGES}", parameter="images")
+    for image in images:
+        token = image.get("token") if isinstance(image, dict) else None
+        if type(token) is not int or not 0 <= token < len(prompts[0]):
+            raise BadRequestError("each of images needs image_url and token, its first in prompt", parameter="images")
+    return [(image["token"], image) for image in images]
 
 
 def read_echo(body: dict[str, Any]) -> bool:

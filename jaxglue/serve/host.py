@@ -15,6 +15,7 @@ from jaxglue.serve.metrics import Metrics
 from jaxglue.serve.reading import ReadService
 from jaxglue.serve.served_models import ServedModels
 from jaxglue.serve.service import Service
+from jaxglue.vision.rows import PromptImages
 
 
 @dataclass(eq=False)
@@ -72,9 +73,14 @@ class Host:
         """Return whether chats may have images."""
         return self.text is not None and self.assistant.sight is not None
 
-    async def scores(self, prompts: Sequence[list[int]], voice: Voice, top: int) -> list[PromptScores]:
-        """Return the log-probabilities of prompts' tokens, computed beside the answers; errors as of `PromptScorer`."""
-        loop, state = asyncio.get_running_loop(), (self.assistant.adapter, prompts, voice.ranks, top)
+    async def scores(
+        self, prompts: Sequence[list[int]], voice: Voice, top: int, images: PromptImages | None = None
+    ) -> list[PromptScores]:
+        """Return the log-probabilities of prompts' tokens, computed beside the answers; errors as of `PromptScorer`.
+
+        One prompt may have images.
+        """
+        loop, state = asyncio.get_running_loop(), (self.assistant.adapter, prompts, voice.ranks, top, images)
         return await loop.run_in_executor(self._scoring, lambda: self._scorer.score(*state))
 
     @cached_property

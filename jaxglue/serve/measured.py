@@ -11,6 +11,7 @@ from jaxglue.data.config import Source, parse_source
 from jaxglue.data.files import Row
 from jaxglue.data.formats import row_images
 from jaxglue.data.questions import TYPES
+from jaxglue.data.read_rows import has_image
 from jaxglue.data.readers import read_rows
 from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
 from jaxglue.objectives import calibration
@@ -66,16 +67,19 @@ def embedded_rows(config: EmbedConfig) -> tuple[list[Row], Float32[np.ndarray, "
     Raises:
         ValueError: a model for something else, or a row without a text.
     """
-    reader, rows = _embedder(config), [row for _, each in _rows(config.data, "") for row in each]
-    for row in rows:
-        if not isinstance(text := row.value.get(config.column), str) or not text.strip():
+    reader, sources = _embedder(config), _rows(config.data, "")
+    for row in (row for _, rows in sources for row in rows):
+        value = row.value.get(config.column)
+        if not has_image(value) and (not isinstance(value, str) or not value.strip()):
             raise ValueError(f"{row.origin}: {config.column!r} must be a text that is not empty; see --column")
-    values = [row.value[config.column] for row in rows]
-    parts = [
-        vectors(reader.read(reader.encode(texts(reader, chunk, query=config.query))), config.dimensions)
-        for chunk in batched(values, _CHUNK)
-    ]
-    return rows, np.concatenate(parts) if parts else np.zeros((0, 0), np.float32)
+    parts = []
+    for source, rows in sources:
+        reader.read_files_of(source)
+        for chunk in batched((row.value[config.column] for row in rows), _CHUNK):
+            units = texts(reader, chunk, query=config.query)
+            parts.append(vectors(reader.read(reader.encode(units)), config.dimensions))
+    found = np.concatenate(parts) if parts else np.zeros((0, 0), np.float32)
+    return [row for _, rows in sources for row in rows], found
 
 
 def mined_rows(config: EmbedConfig) -> Iterator[dict[str, Any]]:

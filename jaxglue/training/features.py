@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ _IMAGES = 4
 """Largest images that a row holds, at least, where it is shorter."""
 _SHARE = 0.5
 """Of the host's free memory, for features."""
+_PASSING = 2**34
+"""Bytes of features of images that no later step sees again, at most."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +65,7 @@ class ImageFeatures:
         self._processor = readers[0].rules.processor
         self._size, self._align = _row_size(readers, more), alignment(self._processor)
         self._kept: dict[tuple, np.ndarray] = {}
+        self._passing, self._lock = dict[tuple, np.ndarray](), Lock()
         vision = executor.config.vision
         assert vision is not None
         self._width, self._dtype = vision.feature_width(executor.config.hidden_size), np.dtype(executor.layout.dtype)
@@ -89,7 +93,7 @@ class ImageFeatures:
         return [digests, repr(self._executor.config.vision), *computation]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept or (self.files is not None and key in self.files)
+        return key in self._kept or key in self._passing or (self.files is not None and key in self.files)
 
     def __call__(self, rows: RowImages) -> Images:
         """Return the images of rows with their features."""
@@ -98,22 +102,20 @@ class ImageFeatures:
 
     def of(self, images: Iterable[Image]) -> dict[tuple, Float[np.ndarray, "I D"]]:
         """Return the features of images by their `Image.cache_key`."""
-        by_key = {image.cache_key: image for image in images}
-        found = {key: self._kept[key] for key in by_key if key in self._kept}
+        with self._lock:  # episodes ask for some while others are trained on
+            return self._of({image.cache_key: image for image in images})
+
+    def _of(self, by_key: dict[tuple, Image]) -> dict[tuple, np.ndarray]:
+        known = ((key, self._kept.get(key, self._passing.get(key))) for key in by_key)
+        found = {key: features for key, features in known if features is not None}
         if self.files is not None:
             read = self.files.read(by_key.keys() - found.keys())
             for key, features in read.items():
                 self._remember(key, features)
             found |= read
-        missing = [self._decoded(image) for key, image in by_key.items() if key not in found]
+        missing = [image.decoded(self._processor) for key, image in by_key.items() if key not in found]
         found |= self._compute(missing)
         return {key: found[key] for key in by_key}
-
-    def _decoded(self, image: Image) -> Image:
-        """Return an image with patches, which was read without where its features were on disk."""
-        if image.patches is not None:
-            return image
-        return next(found for reader in self._readers if (found := reader.decoded(image)) is not None)
 
     def _compute(self, images: list[Image]) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield the features of images by their keys, and keep as many as there is room for."""
@@ -138,6 +140,11 @@ class ImageFeatures:
 
     def _keep(self, image: Image, features: np.ndarray) -> None:
         self.computed += 1
+        if not image.stays:
+            self._passing[image.cache_key] = features
+            while len(self._passing) > 1 and sum(each.nbytes for each in self._passing.values()) > _PASSING:
+                del self._passing[next(iter(self._passing))]
+            return
         in_memory = self._remember(image.cache_key, features)
         on_disk = self.files is not None and self.files.write(image.cache_key, features)
         if not (in_memory or on_disk or self._is_full):

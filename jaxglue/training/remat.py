@@ -25,7 +25,7 @@ from jaxglue.planner.host_memory import HOST_LIMIT, available_memory, pinned_mem
 from jaxglue.planner.plan import DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import TowerWork, Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import check_mesh, why_rows_stay_whole
 from jaxglue.training.config import TrainConfig
@@ -371,13 +371,14 @@ def agree_on_mesh(
     steps: int | None = None,
     *,
     has_data: bool = True,
+    tower: TowerWork | None = None,
 ) -> tuple[Workload, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ.
 
     The arguments are those of `choose_mesh`.
     """
     if processes.is_main:
-        workload, remat = choose_mesh(config, model, document_lengths, steps, has_data=has_data)
+        workload, remat = choose_mesh(config, model, document_lengths, steps, has_data=has_data, tower=tower)
         settings = {
             "remat": remat.remat,
             "weights": format_weights(remat.weights),
@@ -390,7 +391,7 @@ def agree_on_mesh(
     chosen = processes.all_gather_object(None)[0]
     settings = chosen["settings"]
     mesh = MeshShape.parse(chosen["mesh"])
-    workload = make_workload(config, model, document_lengths, mesh, has_data=has_data)
+    workload = make_workload(config, model, document_lengths, mesh, has_data=has_data, tower=tower)
     placed = replace(workload, attention=settings["attention"], tile=settings["tile"])
     asked = replace(
         Asked.of(config),
@@ -409,6 +410,7 @@ def choose_mesh(
     steps: int | None = None,
     *,
     has_data: bool = True,
+    tower: TowerWork | None = None,
 ) -> tuple[Workload, RematChoice]:
     """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
@@ -418,6 +420,7 @@ def choose_mesh(
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
         has_data: of `make_workload`.
+        tower: of `Workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -433,7 +436,7 @@ def choose_mesh(
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
-    workload_of = partial(make_workload, config, model, document_lengths, has_data=has_data)
+    workload_of = partial(make_workload, config, model, document_lengths, has_data=has_data, tower=tower)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = workload_of(shape)

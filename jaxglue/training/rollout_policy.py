@@ -29,13 +29,13 @@ from jaxglue.models.parameters import Params, split_model
 from jaxglue.models.vocabulary import extended_matrix
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.planner.workload import tree_bytes
-from jaxglue.rl.prompts import PromptImage
+from jaxglue.rl.prompts import PromptImage, read_images
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.features import ImageFeatures
 from jaxglue.training.run import Run, Setup, TeacherPlan
 from jaxglue.training.step import StepParts, TrainState
-from jaxglue.vision.rows import PromptImages, RowImages
+from jaxglue.vision.rows import Image, PromptImages, RowImages
 
 
 class Teacher:
@@ -89,7 +89,9 @@ def make_teacher(teacher: TeacherPlan, parts: StepParts, state: TrainState) -> T
     executor = Executor(graphdefs, loaded.config, policy=PRESETS["full"], dtype=dtype)
     if not readers or parts.features is None:  # else patches of images that the teacher knows were not read
         return Teacher(executor, trainable, frozen)
-    return Teacher(executor, trainable, frozen, see=ImageFeatures(executor, trainable, frozen, None, readers))
+    more = isinstance(parts.run, Run) and parts.run.shows_images
+    see = ImageFeatures(executor, trainable, frozen, None, readers, more=more)
+    return Teacher(executor, trainable, frozen, see=see)
 
 
 def _readers(run: Setup) -> list[ImageReader]:
@@ -184,35 +186,23 @@ class TrainedPolicy:
     ) -> list[list[Sample]]:
         """Return answers by the present weights, with their texts, to prompts with these images."""
         self._engine.multiply_in_fp8(self._fp8_layers)
-        seen: Sequence[PromptImages | None] = [None] * len(prompts)
+        read: Sequence[tuple[Sequence[int], PromptImages | None]] = [(prompt, None) for prompt in prompts]
         if any(images):
-            prompts, seen = self.see(prompts, images)
-        groups = self._sample(*self._trees, prompts, seen, indices, count)
+            assert self._processor is not None
+            features = self.features([each.image for own in images for each in own])
+            read = [read_images(*pair, features, self._processor) for pair in zip(prompts, images, strict=True)]
+        tokens, seen = [tokens for tokens, _ in read], [seen for _, seen in read]
+        groups = self._sample(*self._trees, tokens, seen, indices, count)
         return [[sample._replace(text=self._decode(sample)) for sample in group] for group in groups]
 
-    def see(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
-    ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
-        """Return prompts as the model reads them, with the features of their images by the present tower."""
-        processor = self._processor
-        assert processor is not None
-        features, pictures = dict[tuple, np.ndarray](), [each.image for own in images for each in own]
+    def features(self, images: Sequence[Image]) -> dict[tuple, Float[np.ndarray, "I D"]]:
+        """Return the features of images by the present tower, by their `Image.cache_key`."""
         if self._parts.features is not None:
-            features = self._parts.features.of(pictures)
-        else:
-            trees = self.state.trainable, self.state.frozen
-            for image in {image.cache_key: image for image in pictures}.values():
-                features[image.cache_key] = self._engine.see(*trees, [image], processor)
-        read, seen = list[Sequence[int]](), list[PromptImages | None]()
-        for prompt, own in zip(prompts, images, strict=True):
-            places = np.concatenate([each.places for each in own]) if own else np.zeros(0, np.int32)
-            tokens = np.array(prompt, np.int32)
-            if processor.stand_in is not None:
-                tokens[places] = processor.stand_in
-            read.append(tokens.tolist())
-            shown = [each.image for each in own]
-            seen.append(PromptImages.of(shown, places, lambda i: features[i.cache_key], processor) if own else None)
-        return read, seen
+            return self._parts.features.of(images)
+        processor, trees = self._processor, (self.state.trainable, self.state.frozen)
+        assert processor is not None
+        different = {image.cache_key: image.decoded(processor) for image in images}
+        return {key: self._engine.see(*trees, [image], processor) for key, image in different.items()}
 
     def converse(self, sources: Callable[[int], Sequence[TurnSource]], count: int) -> None:
         """Write the turns of conversations, `count` to a prompt, which `sources` divides among devices."""

@@ -183,6 +183,8 @@ class Prompts:
         """Read the prompts, and those that are held out."""
         config, rollouts = self.config, self.config.rollouts
         processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        if rollouts.environment_images and processor is None:
+            raise ValueError(f"--environment-images: {config.model.model} sees no images: leave it out")
         read = partial(
             read_prompts,
             config.data,
@@ -192,24 +194,20 @@ class Prompts:
             tile=self.tile or 1,
             tools=None if self.judge.kinds is None else self.judge.tools_of,
             images=None if processor is None else partial(image_rules, processor, tokenizer=tokenizer),
+            shows=rollouts.environment_images,
         )
         prompts = read(teacher_system=rollouts.teacher_system, answered=rollouts.lmbda < 1)
         held_out = read(held_out=True) if config.data.eval_data else None
         if prompts.reader is not None:
             self._check_images(prompts.reader.rules.processor, tokenizer)
         if self.teachers is not None:
-            self.teachers.check(prompts.prompts, tokenizer)
+            self.teachers.check(prompts.prompts, tokenizer, None if prompts.reader is None else prompts.reader.rules)
         rules = None if processor is None else image_rules(processor, config.data.sources[0], tokenizer)
         return PreparedData(train=prompts, eval=held_out, report=PromptReport(prompts, held_out), images=rules)
 
     def _check_images(self, processor: Processor, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Refuse a teacher that sees images otherwise, or whose tower would be the one in training."""
         teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
-        if self.teachers is not None:
-            raise ValueError(
-                "--teacher-server: a server is asked about tokens, of which those of images are all alike: leave out "
-                "rows with images, or name a folder by --teacher"
-            )
         if teacher == "base" and self.config.model.train_vision == "projector":
             raise ValueError(
                 "--teacher base has no projector of its own, where the projector trains as a whole: leave out "

@@ -268,6 +268,11 @@ class Run(Setup):
         return self.batches if isinstance(self.batches, RolloutSteps) else None
 
     @property
+    def shows_images(self) -> bool:
+        """Return whether environments may show images."""
+        return self.rollouts is not None and self.rollouts.plan.config.environment_images
+
+    @property
     def epochs(self) -> float:
         """Return how often the steps read each document."""
         return self.schedule.total_steps / self.batches.steps_per_epoch

@@ -20,8 +20,9 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import check_weights
 from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.tower_config import Trains
 from jaxglue.objectives.objective import Objective
-from jaxglue.planner.workload import Workload, sample_lengths
+from jaxglue.planner.workload import TowerWork, Workload, sample_lengths
 from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
@@ -71,7 +72,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     model, base = _with_tower_for(config, model, base, data)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
-    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data))
+    tower = _tower_work(config, data, processes)
+    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data), tower=tower)
     source.check(workload.mesh, processes, vocabulary.tokenizer)
     batches, eval_batches, total_steps = source.batches(data, workload)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
@@ -202,6 +204,21 @@ def _with_tower_for(
     return _with_tower(model, base)
 
 
+def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -> TowerWork | None:
+    """Return the images of documents whose tower runs in each step; None where it runs once, or for answers to come."""
+    images = data.train.reader.store.images if data.train.reader is not None else None
+    keeps = _keeps_features(config.model.train_vision, processes) and config.model.image_features != "off"
+    if images is None or keeps or config.objective.kind.needs_rollouts:
+        return None
+    store = data.train.store
+    return TowerWork(images=len(images) / float(store.lengths.sum()), patches=float(images.grids.prod(1).mean()))
+
+
+def _keeps_features(trains: Trains, processes: Processes) -> bool:
+    """Return whether features of a tower that trains so may be kept."""
+    return trains == "none" and processes.count == 1
+
+
 def _with_tower(model: DecoderConfig, base: Base) -> tuple[DecoderConfig, Base]:
     """Return an architecture and its base with a vision tower; raise ValueError for one that is not read."""
     if model.vision is None:
@@ -226,7 +243,7 @@ def _rows(config: TrainConfig) -> Rows:
 def _execution(config: TrainConfig, workload: Workload, processes: Processes) -> Execution:
     vision = workload.config.vision
     drops = config.model.method == "lora" and config.lora.dropout
-    keeps = vision is not None and vision.trains == "none" and processes.count == 1
+    keeps = vision is not None and _keeps_features(vision.trains, processes)
     return Execution(
         router_losses=config.model.router_losses,
         neftune_alpha=config.model.neftune_alpha,

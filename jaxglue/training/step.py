@@ -331,7 +331,7 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
         frozen,
         parts.mesh,
         run.data.readers,
-        more=run.data.stream is not None,
+        more=run.data.stream is not None or run.shows_images,
         cache=run.cache,
         on_disk=run.execution.image_features == "disk",
     )

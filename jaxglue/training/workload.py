@@ -20,7 +20,7 @@ from jaxglue.models.draft import DRAFTS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
 from jaxglue.planner.vision import tower_bytes
-from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
+from jaxglue.planner.workload import TowerWork, Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
@@ -162,6 +162,7 @@ def make_workload(
     mesh: MeshShape,
     *,
     has_data: bool = True,
+    tower: TowerWork | None = None,
 ) -> Workload:
     """Return a run's workload on one GPU of a mesh.
 
@@ -171,6 +172,7 @@ def make_workload(
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
         has_data: the run reads its data, rather than a session's caller.
+        tower: of `Workload`.
     """
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
@@ -194,6 +196,7 @@ def make_workload(
         other_models=sum(map(tree_bytes, others))
         + draft_bytes(config, model, mesh)
         + tower_bytes(model, tokens, dtype),
+        tower=tower,
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

@@ -100,6 +100,11 @@ class Processor:
         """Return the text that stands in the place of `mark`."""
         return self.token * self.tokens(grid)
 
+    def marked_text(self, grid: Grid) -> str:
+        """Return an image's text with the marks around it, where no template writes these."""
+        text = self.text(grid)
+        return text if self.begin in text else f"{self.begin}{text}{self.end}"
+
     def patches(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"]:
         """Decode an image, bring it to the size of its patches, and cut it; of a pair of frames each.
 

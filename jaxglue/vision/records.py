@@ -22,6 +22,13 @@ class ImageRecord(NamedTuple):
     stamp: tuple[int, int]
     """Bytes and time of change of its file; zeros for an image in the row."""
 
+    def read(self) -> bytes:
+        """Return its bytes; raise ValueError where its file is not the one that was recorded."""
+        data = self.source.read()
+        if digest_of(data) != self.digest:
+            raise ValueError(f"image {self.source.path} was changed while it was in use: bring it back, or start again")
+        return data
+
 
 def record_image(source: ImageSource, processor: Processor, number: int, max_pixels: int = MAX_PIXELS) -> ImageRecord:
     """Read and decode an image once, so that a damaged one is found before training.
@@ -103,17 +110,14 @@ class ImageRecords:
         stored = self.blob[self.offsets[image] : self.offsets[image + 1]].tobytes()
         return ImageSource(path=stored.decode()) if self.stamps[image].any() else ImageSource(data=stored)
 
-    def read(self, image: int) -> bytes:
-        """Return an image's bytes.
+    def grid(self, image: int) -> Grid:
+        """Return the patches of an image."""
+        return Grid(*self.grids[image].tolist())
 
-        Raises:
-            ValueError: its file is not the one that was recorded.
-        """
-        source = self.source(image)
-        data = source.read()
-        if digest_of(data) != self.digests[image].tobytes():
-            raise ValueError(f"image {source.path} was changed while it was in use: bring it back, or start again")
-        return data
+    def read(self, image: int) -> bytes:
+        """Return an image's bytes; raise ValueError as `ImageRecord.read`."""
+        digest, stamp = self.digests[image].tobytes(), tuple(self.stamps[image])
+        return ImageRecord(self.grid(image), digest, self.source(image), stamp).read()
 
     def changed(self) -> str | None:
         """Return an image whose file was changed or removed since it was recorded; None without one."""

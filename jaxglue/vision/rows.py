@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 from jaxglue.ops.row_split import split_tokens
 from jaxglue.ops.segments import BatchKind, PackedSegments, RowSplit, pack_segments, segment_bucket
 from jaxglue.vision.processor import Grid, Processor
+from jaxglue.vision.records import ImageRecord
 
 _TILE = 128
 """Patches of the largest tile of queries of attention's kernels."""
@@ -81,8 +82,24 @@ class Image:
     key: bytes
     """Stands for its bytes."""
     grid: Grid
-    patches: UInt8[np.ndarray, "P C"] | None
+    patches: UInt8[np.ndarray, "P C"] | None = None
     """A pair of a video's frames has both side by side; None where its features are known."""
+    read: Callable[[], bytes] | None = None
+    """Returns its bytes; None where it has its patches."""
+    stays: bool = True
+    """It is seen in later steps again; False for one that an environment made."""
+
+    @classmethod
+    def of(cls, record: ImageRecord) -> Self:
+        """Return the image of a record, without patches."""
+        return cls(key=record.digest, grid=record.grid, read=record.read)
+
+    def decoded(self, processor: Processor) -> "Image":
+        """Return it with its patches; raise ValueError where its bytes cannot be read any more."""
+        if self.patches is not None:
+            return self
+        assert self.read is not None
+        return replace(self, patches=processor.patches(self.read(), self.grid))
 
     @cached_property
     def cache_key(self) -> tuple:

@@ -15,20 +15,20 @@ def frame_pairs(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str
     """Return the pairs of frames of a part of a message, each with the text of its time; an odd last frame is twice.
 
     Args:
-        video: `video`, a list of images, a folder of them in the order of their names, or an animation; and perhaps
+        video: `video`, a list of images, a folder of them in the order of their names, or an animation; or `video_url`,
+            of an animation or of frames as vLLM takes them, JPEG files in base64 with commas between; and perhaps
             `fps`, frames per second.
-        folder: of relative paths; None where no files are named, and so no videos read.
+        folder: of relative paths; None where no files are named.
 
     Raises:
         ValueError: none of these, no frame or too many, or as `image_source` and `ImageSource.read`.
     """
-    if folder is None:
-        raise ValueError("videos are not read here: send some of their frames as images")
-    rate, value = video.get("fps"), video.get("video")
+    rate, value = video.get("fps"), _value(video)
     rate = _FRAMES_PER_SECOND if rate is None else rate
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1000:
         raise ValueError(f"'fps' of a video must be a number of frames per second, got {rate!r:.40}")
-    if isinstance(value, str) and (named := folder / value.removeprefix("file://")).is_dir():
+    names_file = folder is not None and isinstance(value, str) and not value.startswith("data:")
+    if names_file and (named := folder / value.removeprefix("file://")).is_dir():
         value = [str(path) for path in sorted(named.iterdir()) if path.suffix.lower() in _SUFFIXES]
     if isinstance(value, list):
         if len(value) > MAX_FRAMES:
@@ -47,3 +47,19 @@ def frame_pairs(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str
         (f"<{(times[first] + times[first + 1]) / 2:.1f} seconds>", ImageSource(data=join_frames(*frames[first:][:2])))
         for first in range(0, len(frames), 2)
     ]
+
+
+def _value(video: Mapping[str, Any]) -> Any:
+    """Return what a part of a message says its video is."""
+    value = video.get("video")
+    if value is None and isinstance(url := video.get("video_url"), Mapping):
+        value = url.get("url")
+    if not isinstance(value, str) or not value.startswith("data:video/"):
+        return value
+    kind, _, frames = value.partition(";base64,")
+    if kind != "data:video/jpeg":
+        raise ValueError(
+            f"{kind[:40]!r}: no program decodes videos here: send frames, as data:video/jpeg;base64 with commas "
+            "between, a list of images, or a GIF"
+        )
+    return [{"base64": frame} for frame in frames.split(",")]

@@ -67,6 +67,12 @@ def forms(url, folder):
     return {
         "trl": {"messages": [{"role": "user", "content": [part, text]}, answer], "images": [url]},
         "inline": {"messages": [{"role": "user", "content": [{"type": "image", "image": url}, text]}, answer]},
+        "base64": {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "base64": url.partition(",")[2]}, text]},
+                answer,
+            ]
+        },
         "openai": {
             "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]},
@@ -136,7 +142,9 @@ def test_text_that_names_the_token_is_no_image(prepare, urls):
 
 
 def firsts(data, document=0):
-    return data.reader.firsts(document, data.reader.tokens(document, int(data.lengths[document])))
+    """Return (first token, patches) of each image of a document."""
+    placed = data.reader.placed(document, data.reader.tokens(document, int(data.lengths[document])))
+    return [(first, image.grid) for first, image in placed]
 
 
 def test_no_image_is_cut(prepare, urls):
@@ -176,10 +184,7 @@ def test_answers_are_where_they_are_in_documents_of_their_own(prepare, urls, sha
     content = [{"type": "text", "text": "b"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
     user, answers = {"role": "user", "content": content}, [TEXT[1], {"role": "assistant", "content": "A blue cross."}]
     alone = prepare(*({"messages": [user, answer], "images": urls[:1]} for answer in answers)).train
-    own = [
-        image_positions(int(length), [entry[:2] for entry in firsts(alone, i)], 2)
-        for i, length in enumerate(alone.lengths)
-    ]
+    own = [image_positions(int(length), firsts(alone, i), 2) for i, length in enumerate(alone.lengths)]
     pair = {"prompt": [user], "chosen": [answers[0]], "rejected": [answers[1]], "images": urls[:1]}
     data = prepare(pair, task=AnswerTask(shared_prompt=shared)).train
     (batch,) = EvalBatches(data, seq_len=256, batch_size=1)
@@ -281,15 +286,13 @@ def test_prompts_to_answer_share_their_images(prepare, urls, tmp_path, seeing):
         np.concatenate([each.places for each in seen]), np.flatnonzero(np.array(asked.tokens) == mark)
     )
     answers = [TrainedAnswer(tokens=np.array([mark, 3]), log_probs=np.zeros(2), counted=np.ones(2, bool))] * 2
-    groups = [Group(text.tokens, answers, 1), Group(asked.tokens, answers, 0)]
+    groups = [Group(text.tokens, answers), Group(asked.tokens, answers, [each.image for each in seen])]
     for shared in (True, False):
         ((batch, _),) = pack_groups(groups, seq_len=256, batch_size=1, slots=4, shared=shared, reader=data.reader)
         index = np.asarray(batch.images.index)[0]
         assert (index >= 0).sum() == data.reader.counts[0] * (1 if shared else 2) == index.max() + 1
         assert (np.asarray(batch.tokens)[0] == mark).sum() == (index >= 0).sum() + 4
-        alone = image_positions(
-            len(asked.tokens) + 1, [entry[:2] for entry in data.reader.firsts(0, np.array(asked.tokens))], 2
-        )
+        alone = image_positions(len(asked.tokens) + 1, firsts(data), 2)
         ends = np.flatnonzero(np.asarray(batch.targets)[0] == 3)
         assert (batch.images.positions[0, ends[2:]] == alone[-1]).all()
     other = replace(

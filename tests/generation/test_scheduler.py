@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,23 @@ def test_a_window_begins_with_the_longest_answers():
         [300, 70, 9, 5],
         [300, 200, 9, 5],
     ]
+
+
+@pytest.mark.parametrize("place", [None, 20, 90])
+def test_a_turn_behind_a_new_image_is_computed_whole(place):
+    """Features enter rows of whole prompts alone; held pages serve turns whose images are in them."""
+    scheduler = Scheduler(CachePlan(slots=1, pages=64, table=16, bytes=0), STEPS, remembers=True)
+    first = Sequence(0, 0, Request([1] * 70, SamplingConfig(max_tokens=8), holds=True), 78)
+    scheduler.add([first])
+    while (work := scheduler.next()) is not None:
+        receive(scheduler, work, [[2] * 8] * len(work.answers))
+    keyed = lambda tokens: tokens  # noqa: E731
+    images = None if place is None else SimpleNamespace(places=np.array([place]), keyed=keyed)
+    request = Request([1] * 70 + [2] * 8 + [3] * 20, SamplingConfig(max_tokens=8), after=first, images=images)
+    scheduler.add([Sequence(1, 0, request, 106)])
+    work = scheduler.next()
+    begins = [prefill.begin for prefill in (*work.prompts, *work.suffixes)]
+    assert begins == ([0] if place == 90 else [77])
 
 
 def written(answer: Sequence, position: int) -> int:

@@ -17,12 +17,14 @@ def make_environment(tokenizer, begin, **settings):
     """Return what episodes are held with."""
     defaults = {"turns": 4, "longest": 900, "row": 2000, "at_once": None, "fate": "drop", "branches": False}
     defaults |= {"names": ["environment"], "any_tool": True, "journal": None}
-    return Environment(begin=begin, template=ConversationTemplate(tokenizer), **(defaults | settings))
+    defaults["template"] = ConversationTemplate(tokenizer)
+    return Environment(begin=begin, **(defaults | settings))
 
 
-def converse(environment, prompts, write, tokenizer, *, numbers=None, count=1, ended=True, seed=0):
+def converse(environment, prompts, write, tokenizer, *, numbers=None, count=1, ended=True, seed=0, features=None):
     """Return the episodes, whose turns are the texts, or the tokens, that `write` returns for a `Turn`."""
-    with Episodes(environment, prompts, numbers or range(len(prompts)), count, seed) as episodes:
+    numbers = numbers or range(len(prompts))
+    with Episodes(environment, prompts, numbers, count, seed, features=features) as episodes:
         (source,) = episodes.sources(1)
         while True:
             for turn in source.ready():

@@ -474,7 +474,7 @@ def test_an_episode_that_dies_is_named_and_counts_as_chosen(play, games, caplog,
 FAULTS = {
     "long": "failed: EpisodeError: the text of reset has 1048577 characters",
     "half": "failed: UnicodeEncodeError",
-    "number": "failed: TypeError: reset: expected a text or None, got 7",
+    "number": "failed: TypeError: reset: expected a text, parts of a message or None, got 7",
     "memory": "failed: it reached its limit of memory",
     "exit": "failed: SystemExit: 3",
     "huge": "failed: OverflowError",

@@ -1,16 +1,23 @@
 """Teachers behind servers: both forms of their log-probabilities, their faults, and rows that choose among them."""
 
+import base64
 import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jaxglue.data.images import ImageRules, PlacedImage
 from jaxglue.rl import teachers
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.teachers import ServedTeachers
+from jaxglue.vision.images import ImageSource, digest_of
+from jaxglue.vision.processor import Grid
+from jaxglue.vision.records import ImageRecord
+from jaxglue.vision.rows import Image
 
 
 def log_prob(token: int, before: int, shift: float) -> float:
@@ -18,8 +25,11 @@ def log_prob(token: int, before: int, shift: float) -> float:
 
 
 @contextmanager
-def served(form, texts, *, shift=0.0, names=("only",), faults=()):
-    """Serve a teacher whose log-probabilities are `log_prob`; the first requests end with these statuses."""
+def served(form, texts, *, shift=0.0, names=("only",), faults=(), sees=False):
+    """Serve a teacher whose log-probabilities are `log_prob`; the first requests end with these statuses.
+
+    One that sees refuses images whose first token is not 7.
+    """
     faults, seen = list(faults), []
 
     class Handler(BaseHTTPRequestHandler):
@@ -33,6 +43,9 @@ def served(form, texts, *, shift=0.0, names=("only",), faults=()):
                 self.reply({"error": "busy"}, faults.pop(0))
                 return
             tokens = body["prompt"]
+            if sees and any(tokens[image["token"]] != 7 for image in body.get("images", ())):
+                self.reply({"error": "other tokens"}, 400)
+                return
             values = [log_prob(*pair, shift) for pair in zip(tokens[1:], tokens, strict=False)]
             said = [texts(token) for token in tokens]
             choice = {"text": "x"}
@@ -82,10 +95,28 @@ def prompt(teacher=None):
 def test_log_probabilities_of_a_text_are_read_in_both_forms(form, tokenizer, texts):
     with served(form, texts) as (url, seen), ServedTeachers([url], 5.0) as served_teachers:
         served_teachers.check([prompt()], tokenizer)
-        found = served_teachers.begin(prompt(), [70, 71], [72, 9]).result()
+        found = served_teachers.begin(prompt(), [70, 71, 72, 9]).result()
     expected = [log_prob(*pair, 0.0) for pair in ((71, 70), (72, 71), (9, 72))]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert seen[-1]["prompt"] == [70, 71, 72, 9] and seen[-1]["model"] == "only" and seen[-1]["temperature"] == 0
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_server_gets_the_images_of_prompts_and_one_that_leaves_them_out_is_refused(tokenizer, texts, sees):
+    processor = SimpleNamespace(tokens=lambda grid: 2)
+    rules = ImageRules(processor=processor, folder=None, tokens=(7,), positions=True)
+    record = ImageRecord(Grid(2, 4), digest_of(b"cat"), ImageSource(data=b"cat"), (0, 0))
+    row = Prompt("rows:1", [], [70, 7, 7, 72], {}, records=(record,))
+    with served("openai", texts, sees=sees) as (url, seen), ServedTeachers([url], 5.0) as served_teachers:
+        if not sees:
+            with pytest.raises(ValueError, match="take no images beside tokens: serve the teacher with jaxglue serve"):
+                served_teachers.check([row], tokenizer, rules)
+            return
+        served_teachers.check([row], tokenizer, rules)
+        found = served_teachers.begin(row, [7, 7, 70], [PlacedImage(0, Image.of(record))]).result()
+    assert len(found) == 2
+    (image,) = seen[-1]["images"]
+    assert image["token"] == 0 and base64.b64decode(image["image_url"]["url"].partition(",")[2]) == b"cat"
 
 
 def test_rows_choose_among_several(tokenizer, texts):
@@ -93,7 +124,7 @@ def test_rows_choose_among_several(tokenizer, texts):
         specs = [f"math={first}", f"code={second}?model=b"]
         with ServedTeachers(specs, 5.0) as served_teachers:
             served_teachers.check([prompt("math"), prompt("code")], tokenizer)
-            found = [served_teachers.begin(prompt(name), [70], [71]).result() for name in ("math", "code")]
+            found = [served_teachers.begin(prompt(name), [70, 71]).result() for name in ("math", "code")]
             np.testing.assert_allclose(found[0] - found[1], 1.0, atol=1e-6)
             assert {body["model"] for body in seen} == {"b"}
             with pytest.raises(ValueError, match=r"rows:1: the column teacher must name one of math, code, got None"):

@@ -82,6 +82,64 @@ def test_an_image_answers_alike_in_every_protocol_and_unlike_another(client):
     assert responses["usage"]["input_tokens"] == counted["usage"]["prompt_tokens"]
 
 
+def test_results_of_tools_show_images_in_either_protocol(client, served, monkeypatch):
+    calls = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    template = served[0].tokenizer.chat_template
+    template = template.replace("{{- '<|im_start|>'", f"{calls}{{{{- '<|im_start|>'", 1)
+    monkeypatch.setattr(served[0].tokenizer, "chat_template", template)
+    source = {"type": "base64", "media_type": "image/png", "data": png("red")}
+    result = [{"type": "image", "source": source}, {"type": "text", "text": "The page."}]
+    asked, called = {"role": "user", "content": "Look."}, {"id": "t1", "name": "look"}
+    turns = [asked, {"role": "assistant", "content": [{"type": "tool_use", "input": {}, **called}]}]
+    turns.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}]})
+    body = {"model": "tiny", "max_tokens": 4}
+    anthropic = client.post("/v1/messages", json=body | {"messages": turns}).json()
+    call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "t1", "content": [part(png("red")), result[1]]})
+    chat = client.post("/v1/chat/completions", json=body | {"messages": turns}).json()
+    assert anthropic["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 16
+    assert anthropic["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
+def test_frames_of_a_video_are_read_in_pairs(client):
+    options = {"logprobs": True, "top_logprobs": 5}
+
+    def video(*colors):
+        return {"type": "video", "video": [f"data:image/png;base64,{png(color)}" for color in colors], "fps": 2}
+
+    found = [likely(chat(client, video(*colors), **options)) for colors in (("red", "blue"), ("red", "red"))]
+    assert found[0] != found[1]
+    counts = [chat(client, video(*["red"] * frames)).json()["usage"]["prompt_tokens"] for frames in (2, 3, 4)]
+    assert counts[0] < counts[1] == counts[2]
+
+
+def test_a_completion_of_tokens_sees_images_in_their_places(client, served):
+    """Its scores of a prompt's tokens are those of the chat with the image."""
+    said = chat(client, part(png("red")), logprobs=True, max_tokens=1).json()["choices"][0]["logprobs"]["content"][0]
+    content = [part(png("red")), {"type": "text", "text": "What is this?"}]
+    tokens = served[0].encode(read_chat([{"role": "user", "content": content}], None, "m", sees=True)).tokens
+    answer = served[0].tokenizer.encode(said["token"], add_special_tokens=False)
+    first = tokens.index(served[0].rules.tokens[0])
+    body = {"model": "tiny", "prompt": [*tokens, *answer], "echo": True, "logprobs": 1, "max_tokens": 0}
+
+    def score(color, token):
+        return client.post("/v1/completions", json={**body, "images": [part(png(color)) | {"token": token}]})
+
+    values = [score(color, first).json()["choices"][0]["logprobs"]["token_logprobs"][-1] for color in ("red", "blue")]
+    assert values[0] == pytest.approx(said["logprob"], abs=1e-4) and abs(values[1] - values[0]) > 1e-3
+    written = client.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": tokens, "images": [part(png("red")) | {"token": first}]}
+        | {"logprobs": 1, "max_tokens": 1, "temperature": 0},
+    ).json()["choices"][0]
+    assert written["text"] == said["token"]
+    assert written["logprobs"]["token_logprobs"] == pytest.approx([said["logprob"]], abs=1e-4)
+    for token, message in ((first + 1, "other ones there"), (0, "other ones"), (999, "its first in prompt")):
+        reply = score("red", token)
+        assert reply.status_code == 400 and message.removesuffix(" there") in reply.text
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -90,6 +148,8 @@ def test_an_image_answers_alike_in_every_protocol_and_unlike_another(client):
         ([{"type": "image_url", "image_url": {"url": "/etc/hostname"}}], "hostname"),
         ([part(png("red"))] * 17, "at most 16"),
         ([part(png("red", (640, 640)))] * 4, "tokens"),
+        ([{"type": "video", "video": [f"data:image/png;base64,{png('red')}"] * 130}], "at most 64"),
+        ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], "no program decodes"),
     ],
 )
 def test_images_that_are_none_too_many_or_not_in_the_request_are_refused(client, parts, message):

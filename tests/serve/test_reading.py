@@ -19,7 +19,16 @@ from jaxglue.data.config import Source
 from jaxglue.data.files import Row
 from jaxglue.data.questions import read_questions
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.reading import LoadedModel, PartReader, decisions, judged, probabilities, texts
+from jaxglue.generation.reading import (
+    LoadedModel,
+    PartReader,
+    decisions,
+    judged,
+    probabilities,
+    relevances,
+    texts,
+    vectors,
+)
 from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.reading import read_record
 from jaxglue.serve.config import ServeConfig
@@ -346,3 +355,39 @@ def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypa
     with pytest.raises(ValueError, match="the service has ended: division by zero"):
         asyncio.run(service.read("rerank", lambda reader: [judged(reader, "a", ["b"])]))
     assert "division" in service.failure
+
+
+def shown(color, text="", key="image"):
+    return {"text": text, key: picture(color)["image_url"]["url"]}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LoadedModel.load(ServeConfig(model=SHIPPED / "quickstart" / "seeing", random_weights=0, name="tiny"))
+
+
+def test_embeddings_of_images_do_not_depend_on_their_company(loaded):
+    reader = PartReader(loaded, {"kind": "embed"})
+    values = [shown("red"), "A cross.", shown("blue"), shown("red", "A cross."), shown("red")]
+    together = vectors(reader.read(reader.encode(texts(reader, values))))
+    alone = np.concatenate([vectors(reader.read(reader.encode(texts(reader, [value])))) for value in values])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(together[0], together[4], atol=1e-6)
+    for other in (1, 2, 3):
+        assert np.abs(together[0] - together[other]).max() > 1e-3
+
+
+def test_documents_with_images_are_judged_each_by_its_own(loaded):
+    """Units of one query, whose tokens are equal, share no image."""
+    reader = PartReader(loaded, {"kind": "rerank"})
+
+    def judge(*pairs):
+        units = [judged(reader, query, documents) for query, documents in pairs]
+        return relevances(reader.read(reader.encode(units)))
+
+    documents = [shown("red"), "A cross.", shown("blue"), shown("red", "A cross.")]
+    found = judge(("What?", documents), ("What?", [shown("blue")]), (shown("red", "What?"), documents[1:2]))
+    alone = np.concatenate([judge(("What?", [document])) for document in documents])
+    np.testing.assert_allclose(found[:4], alone, atol=1e-5)
+    assert found[4] == pytest.approx(found[2], abs=1e-5) and found[5] != pytest.approx(found[1], abs=1e-5)
+    assert abs(found[0] - found[2]) > 1e-5

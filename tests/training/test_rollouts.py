@@ -379,10 +379,10 @@ def test_servers_teach_rows_that_name_them(make_distillation, write_jsonl, monke
         def __init__(self, url, model, seconds):
             self.model = model
 
-        def check(self, tokens, tokenizer):
+        def check(self, tokens, tokenizer, images):
             pass
 
-        def begin(self, tokens):
+        def begin(self, tokens, images):
             scores = Future()
             scores.set_result(np.where((np.array(tokens[1:]) + (self.model == "odd")) % 2, -9.0, -4.0))
             return scores

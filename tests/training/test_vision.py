@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxglue.settings.recipe import from_settings
 from jaxglue.training import features, step
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
+from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 from jaxglue.vision.images import image_source
 
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, output, **settings):
+def config_of(folder, output, **settings):
     settings = {
         **{
             "model": str(folder / "model"),
@@ -45,7 +47,11 @@ def run(folder, output, **settings):
         **{"batch_size": 2, "epochs": 2, "remat": "full", "lora_rank": 4, "cache_dir": str(folder / "cache")},
         **{"output": str(output), "overwrite": True, "log_every": 1, "learning_rate": 1e-2, **settings},
     }
-    summary = train(from_settings(TrainConfig, settings))
+    return from_settings(TrainConfig, settings)
+
+
+def run(folder, output, **settings):
+    summary = train(config_of(folder, output, **settings))
     return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl") if "loss" in row]
 
 
@@ -222,3 +228,30 @@ def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path):
     assert held_out["blind"]["eval_loss"] != pytest.approx(held_out["rows"]["eval_loss"], rel=1e-4)
     for name, row in held_out.items():
         assert measured[name] == pytest.approx(row["eval_nll"], rel=1e-5)
+
+
+def test_plans_know_of_images_whose_tower_runs_in_each_step(folder, tmp_path):
+    kept, in_steps, trained = (
+        resolve(config_of(folder, tmp_path, **settings))
+        for settings in ({}, {"image_features": "off"}, {"train_vision": "all"})
+    )
+    store = kept.data.train.store
+    assert kept.workload.tower is None and in_steps.workload.tower == trained.workload.tower
+    assert in_steps.workload.tower.images * len(store.tokens) == pytest.approx(len(store.images))
+    assert in_steps.workload.tower.patches * len(store.images) == pytest.approx(store.images.grids.prod(1).sum())
+
+
+@thorough("data/test_read_images.py")
+@pytest.mark.parametrize("objective", ["embed", "rerank"])
+def test_texts_with_images_are_compared_and_measured(folder, tmp_path, objective):
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pictures = [row for row in rows if len(row.get("images", ())) == 1]
+    lines = [{"query": f"Number {i}", "positive": {"image": row["images"][0]}} for i, row in enumerate(pictures)]
+    lines = [{**line, "negative": [other["positive"]]} for line, other in pairwise(lines)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"objective": objective, "data": [str(path)], "eval_data": [str(path)], "seq_len": 512, "steps": 8}
+    _, losses = run(folder, tmp_path / "run", **settings, epochs=1, learning_rate=3e-2)
+    _, in_steps = run(folder, tmp_path / "steps", **settings, epochs=1, learning_rate=3e-2, image_features="off")
+    np.testing.assert_allclose(losses, in_steps, rtol=1e-4)
+    assert len(losses) == 8 and losses[-1] < losses[0]

@@ -92,6 +92,45 @@ class Game:
 """
 
 
+SHOWING = """
+def show(messages, color):
+    count = sum(isinstance(message["content"], list) for message in messages)
+    number = len(messages[-1]["content"]) + count  # another one in each episode
+    parts = [{"type": "image", "image": PICTURES[number % len(PICTURES)]}, {"type": "text", "text": "And here?"}]
+    return [{"role": "user", "content": parts}]
+
+
+class Album:
+    def reset(self, **columns):
+        import base64, io, random
+        from PIL import Image
+
+        picture = Image.open(io.BytesIO(base64.b64decode(PICTURES[0].partition(",")[2])))
+        self.turns = 0
+        return [{"type": "image", "image": picture}, {"type": "text", "text": random.choice(["What?", "Who?"])}]
+
+    def __call__(self, message):
+        self.turns += 1
+        return show([{"content": message}], "red") if self.turns < 3 else 1.0
+"""
+
+
+@pytest.mark.parametrize(("name", "history"), [("show", "append"), repeat("show", "branch"), repeat("Album", "append")])
+@pytest.mark.parametrize("settings", [{}, repeat({"train_vision": "all"})])
+def test_pictures_that_environments_show_are_read_in_training_as_in_sampling(rows, tmp_path, name, history, settings):
+    made, rollouts = rows
+    pictures = [picture for row in made for picture in row.get("images", ())]
+    (tmp_path / "rewards.py").write_text(f"{REWARD}\nPICTURES = {pictures!r}\n{SHOWING}")
+    given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 150}
+    del made[1:3]
+    given |= {"environment_images": True, "image_max_tokens": 16, "history": history, "temperature": 2.0}
+    _, metrics = rollouts("run", steps=1, generation_batch_size=8, reward=[], **given | settings)
+    assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
+    lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    shown = [[type(turn["content"]) for turn in line["turns"] if turn["role"] == "user"] for line in lines]
+    assert sum(list in types for types in shown) > 1
+
+
 @repeats_parts_of("test_another_picture_is_another_run")
 @pytest.mark.parametrize(("name", "history"), [("reply", "append"), ("reply", "branch"), ("Game", "append")])
 def test_episodes_go_on_from_pictures_as_training_reads_them(rows, tmp_path, name, history):

@@ -1,5 +1,6 @@
 """Videos of rows: frames and their times, as Qwen's processors take them in pairs."""
 
+import base64
 import io
 
 import numpy as np
@@ -84,6 +85,28 @@ def test_other_videos_are_refused(folder, video, error):
         frame_pairs(video, folder)
 
 
-def test_no_videos_are_read_where_no_files_are():
-    with pytest.raises(ValueError, match="videos are not read here"):
-        frame_pairs({"video": ["data:image/png;base64,AAAA"]}, None)
+def test_videos_in_requests_are_those_of_files(folder):
+    """Frames as images, as vLLM takes them, and an animation; no file is named there."""
+    files = [(folder / "clip" / f"{number}.png").read_bytes() for number in range(3)]
+    texts = [base64.b64encode(file).decode() for file in files]
+    expected = frame_pairs({"video": [f"clip/{number}.png" for number in range(3)]}, folder)
+    assert frame_pairs({"video": [f"data:image/png;base64,{text}" for text in texts]}, None) == expected
+    joined = {"url": f"data:video/jpeg;base64,{','.join(texts)}"}
+    assert frame_pairs({"type": "video_url", "video_url": joined}, None) == expected
+    gif = base64.b64encode((folder / "clip.gif").read_bytes()).decode()
+    urls = {"video_url": {"url": f"data:image/gif;base64,{gif}"}}
+    assert frame_pairs(urls, None) == frame_pairs({"video": "clip.gif"}, folder)
+
+
+@pytest.mark.parametrize(
+    ("video", "error"),
+    [
+        ({"video": "clip"}, "files are not read here"),
+        ({"video": ["clip/0.png"]}, "files are not read here"),
+        ({"video_url": {"url": "data:video/mp4;base64,AAAA"}}, "no program decodes videos here"),
+        ({"video_url": {"url": "https://example.com/clip.mp4"}}, "not fetched"),
+    ],
+)
+def test_requests_name_no_files_and_send_no_videos_that_need_a_program(video, error):
+    with pytest.raises(ValueError, match=error):
+        frame_pairs(video, None)

@@ -142,9 +142,9 @@ def _messages(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
             case "text", _:
                 parts.append({"type": "text", "text": _text([block], "content")})
             case "image", "user":
-                parts.append({"type": "image_url", "image_url": {"url": _image_url(_object(block, "source"))}})
+                parts.append(_image(block))
             case "tool_result", "user":
-                result = _text(block.get("content") or "", "tool_result")
+                result = _result(block.get("content") or "")
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
             case "tool_use", "assistant":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -170,13 +170,27 @@ def _contents(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
 
 
-def _image_url(source: dict[str, Any]) -> str:
-    """Return an image's address: of bytes, a data URL."""
+def _result(content: Any) -> str | list[dict[str, Any]]:
+    """Return a tool's result as a message's content, with the images of its blocks."""
+    if isinstance(content, str):
+        return content
+    blocks = _objects(content, "tool_result")
+    return _contents(
+        [
+            _image(block) if block.get("type") == "image" else {"type": "text", "text": _text([block], "tool_result")}
+            for block in blocks
+        ]
+    )
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    """Return an image as a chat's part: one of bytes by a data URL."""
+    source = _object(block, "source")
     if source.get("type") == "url":
-        return str(source.get("url"))
+        return {"type": "image_url", "image_url": {"url": str(source.get("url"))}}
     if source.get("type") != "base64" or not isinstance(source.get("data"), str):
         raise BadRequestError("an image's source must be of type base64, with its data", parameter="messages")
-    return f"data:{source.get('media_type')};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source['data']}"}}
 
 
 def _text(content: Any, name: str) -> str:
