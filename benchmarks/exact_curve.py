@@ -2,8 +2,8 @@
 
     python benchmarks/exact_curve.py --json benchmarks/results/exact_curve.json --plot docs/exact_curve.png
 
-Both have the same prompts, random numbers and settings, those of the shipped recipe but for the dtype. Seeds that the
-file has are not trained again.
+Both have the same prompts, random numbers and settings, those of the shipped recipe but for the dtype. Runs that the
+file has are not repeated.
 """
 
 import argparse
@@ -49,6 +49,7 @@ def train(folder: Path, seed: int, exact: str, args: argparse.Namespace) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", type=int, help="the most in this call; the next call goes on")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--answers", type=int, default=512, help="of a step")
     parser.add_argument("--last", type=int, default=20, help="steps whose mean reward is compared")
@@ -62,9 +63,9 @@ def main() -> None:
         assert known["settings"] == settings, f"{args.json} has other settings: {known['settings']}"
         curves = known["curves"]
     with tempfile.TemporaryDirectory() as name:
-        for seed in range(len(curves["on"]), args.seeds):
-            for exact, runs in curves.items():
-                runs.append(train(Path(name), seed, exact, args))
+        missing = [(seed, exact) for seed in range(args.seeds) for exact in curves if seed >= len(curves[exact])]
+        for seed, exact in missing[: args.runs]:
+            curves[exact].append(train(Path(name), seed, exact, args))
             rows = summary(curves, args.last)
             print(table(rows), flush=True)
             write_results(args.json, {"settings": settings, "summary": rows, "curves": curves})
@@ -92,6 +93,8 @@ def summary(curves: dict[str, list[dict[str, Any]]], last: int) -> list[dict[str
     """Return a row for exact sampling and one for sampling that is near."""
     rows = []
     for exact, runs in curves.items():
+        if not runs:
+            continue
         ends = np.array([np.mean(run["reward"][-last:]) for run in runs])
         row = {"exact sampling": exact, "seeds": len(runs), "reward, last steps": round(float(ends.mean()), 4)}
         row |= {"standard deviation": round(float(ends.std(ddof=1)), 4) if len(ends) > 1 else None}
