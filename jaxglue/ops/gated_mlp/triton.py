@@ -49,6 +49,21 @@ class TritonLoraSwiglu(Launcher):
         down_ranks = reduce(operator.add, jnp.unstack(parts)) if self.in_order else parts.sum(axis=0)
         return out, down_ranks.astype(out.dtype)
 
+    @property
+    def part(self) -> int:
+        """See `LoraSwigluBackend`."""
+        return self.forward_tiles.length
+
+    def activate(self, gate, up, low_rank, matrices, factors, activation):
+        """See `LoraSwigluBackend`: each tile has a program."""
+        (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.forward_tiles
+        constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.block_n, "ACTIVATION": activation}
+        constants |= _factors(*factors) | _absent(down_ranks=False, absmax=False)
+        arrays, out_type = (gate, up, low_rank, *matrices, *[None] * 4), jax.ShapeDtypeStruct((M, F), low_rank.dtype)
+        grid, cost = (triton.cdiv(M, tiles.block_m), triton.cdiv(F, tiles.block_n)), KernelCost(kind=KernelKind.ROWS)
+        compiled = tiles.num_warps, tiles.num_stages
+        return self._launch(kernels.swiglu_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost)[0]
+
     def scaled_forward(self, products, low_rank, matrices, activation):
         """See `ScaledSwigluBackend`."""
         arrays = products.gate, products.up, low_rank, matrices, products.scales
@@ -62,7 +77,7 @@ class TritonLoraSwiglu(Launcher):
         if scaled:
             out_type.append(jax.ShapeDtypeStruct((parts, M), jnp.float32))
         constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.length, "ACTIVATION": activation}
-        constants |= _absent(absmax=scaled)
+        constants |= _factors() | _absent(absmax=scaled)
         passed = turns(min(tiles.length, F), tiles.block_n)
         cost = KernelCost(kind=KernelKind.ROWS, flops=6 * M * F * R, turns=passed)
         arrays = gate, up, low_rank, *_rounded(matrices, low_rank.dtype), *scales
@@ -126,6 +141,11 @@ def _constants(gate, low_rank, R: int, tiles: LoraSwigluTiles) -> dict[str, Any]
     M, F = gate.shape
     sizes = {"M": M, "F": F, "R": R, "WIDTH": F, "RANKS": 2 * R, "OUT": F, "STAGES": tiles.num_stages}
     return sizes | block_constants(tiles, R, low_rank.dtype)
+
+
+def _factors(gate: float | None = None, up: float | None = None) -> dict[str, float | None]:
+    """Return the forward kernel's factors of gate's and up's second matrices."""
+    return {"GATE_FACTOR": gate, "UP_FACTOR": up}
 
 
 def _absent(**present: bool) -> dict[str, None]:
