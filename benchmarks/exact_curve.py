@@ -66,11 +66,17 @@ def main() -> None:
         missing = [(seed, exact) for seed in range(args.seeds) for exact in curves if seed >= len(curves[exact])]
         for seed, exact in missing[: args.runs]:
             curves[exact].append(train(Path(name), seed, exact, args))
-            rows = summary(curves, args.last)
-            print(table(rows), flush=True)
-            write_results(args.json, {"settings": settings, "summary": rows, "curves": curves})
+            save(curves, settings, args.json)
     if args.plot:
+        save(curves, settings, args.json)
         plot(curves, args.plot)
+
+
+def save(curves: dict[str, list[dict[str, Any]]], settings: dict[str, int], path: Path) -> None:
+    """Print and write the runs so far."""
+    rows = summary(curves, settings["last"])
+    print(table(rows), flush=True)
+    write_results(path, {"settings": settings, "summary": rows, "curves": curves})
 
 
 def plot(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
