@@ -67,9 +67,9 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     check_trackers(config.run.trackers)
     config, model, base, vocabulary = _read_model(config, processes)
     recorded = config
-    if config.objective.kind.needs_rollouts and config.rollouts.exact_sampling == "auto":
-        config, reason = choose_exact(config, model)
-        _log.info("exact sampling: %s", reason)
+    exact: str = config.rollouts.exact_sampling
+    if config.objective.kind.needs_rollouts and exact == "auto":
+        config, exact = choose_exact(config, model)
     source = row_source(config, model)
     with processes.main_process_first():
         data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
@@ -117,6 +117,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
             images=data.images,
         ),
         why_copied=source.why_copied,
+        exact=exact if config.objective.kind.needs_rollouts else None,
         cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,

@@ -13,6 +13,7 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import calibration
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.report import plan_rows
 from jaxglue.training.sampling import PredictedAnswers, weigh_exact
 from jaxglue.training.setup import resolve
 
@@ -63,13 +64,13 @@ def test_what_exact_sampling_cannot_hold_is_refused_before_weights_load(
         resolve(make_exact(**settings))
 
 
-def test_auto_is_off_where_no_price_was_measured_and_says_so(make_exact, caplog, monkeypatch):
-    caplog.set_level("INFO")
+def test_auto_is_off_where_no_price_was_measured_and_the_plan_says_so(make_exact, monkeypatch):
     monkeypatch.setattr("jax.device_count", lambda: 1)
     run = resolve(make_exact(exact_sampling="auto"))
     assert run.rollouts.plan.tile is None and not run.workload.exact
     assert run.recorded.rollouts.exact_sampling == "auto"
-    assert "exact sampling: off, its price on cpu is not measured; --exact-sampling on takes it" in caplog.text
+    said = "exact sampling off, its price on cpu is not measured; --exact-sampling on takes it"
+    assert plan_rows(run)["sampling"] == said
 
 
 @pytest.fixture
