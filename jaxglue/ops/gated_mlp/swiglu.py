@@ -53,9 +53,11 @@ class LoraSwigluBackend(Protocol):
     ) -> tuple[Array, Array, Array]:
         """Return the gradients to gate and up in their dtype, and to down in float32."""
 
-    @property
-    def part(self) -> int:
-        """Return the columns in a part of y·downᵀ, whose parts `forward` adds one after another."""
+    def part_of_few(self, rows: int, columns: int) -> int | None:
+        """Return the columns in a part of y·downᵀ, whose parts `forward` adds one after another.
+
+        None for so many rows that its programs fill a GPU.
+        """
 
     def activate(
         self,
@@ -156,15 +158,18 @@ def activate_in_order(
         factors: of these.
 
     Returns:
-        y, and the columns in a part of y·downᵀ, whose parts are to be added one after another; None without a kernel.
+        y, and the columns in a part of y·downᵀ, whose parts are to be added one after another; None without a kernel,
+        and for many rows.
     """
     call = SwigluCall(dtype=gate.dtype, rank=matrices[0].shape[1], activation=activation, exact=True)
     kernels = LORA_SWIGLU.load(call)
     if kernels is None or "activation without ranks" in backends.UNTRIED:
         return None
     rows = [x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank)]
+    if (part := kernels.part_of_few(*rows[0].shape)) is None:
+        return None
     y = kernels.activate(rows[0], rows[1], rows[2], matrices, factors, activation)
-    return y.reshape(gate.shape), kernels.part
+    return y.reshape(gate.shape), part
 
 
 def reference_lora_swiglu(

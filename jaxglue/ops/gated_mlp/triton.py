@@ -12,6 +12,7 @@ import triton
 from jaxglue.ops.gated_mlp import kernels
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher
+from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.projection.triton import LoraTiles, block_constants
 from jaxglue.ops.quant.fp8 import E4M3
 
@@ -49,10 +50,11 @@ class TritonLoraSwiglu(Launcher):
         down_ranks = reduce(operator.add, jnp.unstack(parts)) if self.in_order else parts.sum(axis=0)
         return out, down_ranks.astype(out.dtype)
 
-    @property
-    def part(self) -> int:
+    def part_of_few(self, rows: int, columns: int) -> int | None:
         """See `LoraSwigluBackend`."""
-        return self.forward_tiles.length
+        tiles = self.forward_tiles
+        programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.length)
+        return tiles.length if programs < MULTIPROCESSORS else None
 
     def activate(self, gate, up, low_rank, matrices, factors, activation):
         """See `LoraSwigluBackend`: each tile has a program."""

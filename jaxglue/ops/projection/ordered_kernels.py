@@ -21,11 +21,11 @@ def _load(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _add_columns(acc, x, w, rows, n, start, end, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Add w·xᵀ of some rows to acc, from a column to another, 16 after another."""
-    for k in range(start, end, BLOCK_K):
-        values = _load(x, rows, k, K, BLOCK_K)
-        acc = tl.dot(_load(w, n, k, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
+def _add_steps(acc, x, w, rows, n, first, last, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Add w·xᵀ of some rows to acc, from a step of BLOCK_K columns to before another, 16 columns after another."""
+    for step in range(first, last):
+        values = _load(x, rows, step * BLOCK_K, K, BLOCK_K)
+        acc = tl.dot(_load(w, n, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
     return acc
 
 
@@ -61,14 +61,15 @@ def ordered_kernel(
     # Rows beyond a matrix are other rows, whose products are not stored.
     n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, M - 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     if PART is None:
-        acc = _add_columns(acc, x, w, rows_inside, n_inside, 0, K, K, BLOCK_K)
+        acc = _add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, BLOCK_K)
     else:
         LAST: tl.constexpr = 0 if COUNT == 1 else TILES_0 if COUNT == 2 else TILES_0 + TILES_1 + (COUNT == 4) * TILES_2
-        length = tl.where(tile >= LAST, PART, K)
-        for start in range(0, K, length):
+        length = tl.where(tile >= LAST, PART // BLOCK_K, STEPS)
+        for step in range(0, STEPS, length):
             own = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-            own = _add_columns(own, x, w, rows_inside, n_inside, start, tl.minimum(start + length, K), K, BLOCK_K)
-            acc = tl.where(start == 0, own, acc + own)
+            own = _add_steps(own, x, w, rows_inside, n_inside, step, tl.minimum(step + length, STEPS), K, BLOCK_K)
+            acc = tl.where(step == 0, own, acc + own)
     at = rows.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < M)[None, :] & (n < N)[:, None])

@@ -50,7 +50,7 @@ class TritonOrdered(Launcher):
     ) -> list[Float[Array, "M N"]]:
         """Return x·Wᵀ of each weight in `dtype`; see `ordered_products` for `part`."""
         (M, K), sizes = x.shape, [len(weight) for weight in weights]
-        tiles = self.tiles or tiles_of(M, sizes)
+        tiles = self.tiles or tiles_of(M, sizes, in_parts=part is not None)
         tiles = replace(
             tiles,
             block_m=min(tiles.block_m, max(16, triton.next_power_of_2(M))),
@@ -74,13 +74,15 @@ def programs_of(rows: int, sizes: list[int], tiles: OrderedTiles) -> int:
     return triton.cdiv(rows, tiles.block_m) * sum(triton.cdiv(size, tiles.block_n) for size in sizes)
 
 
-def tiles_of(rows: int, sizes: list[int]) -> OrderedTiles:
+def tiles_of(rows: int, sizes: list[int], *, in_parts: bool = False) -> OrderedTiles:
     """Return tiles that fill the GPU, which change no sum.
 
-    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle.
+    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle. Sums in parts have two
+    accumulators, for which large tiles have no registers.
     """
     if rows <= FEW_ROWS.block_m:
         idle = MULTIPROCESSORS - programs_of(rows, sizes, FEW_ROWS)
         halves = idle > MULTIPROCESSORS // 2 and "halved rows in one order" not in backend.UNTRIED
         return HALVED_ROWS if halves else FEW_ROWS
-    return MANY_ROWS if programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS else FEW_ROWS
+    fills = programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS
+    return MANY_ROWS if fills and not in_parts else FEW_ROWS
