@@ -43,7 +43,10 @@ PARTS = "products", "operations", "answers", "prices", "steps"
 FEW = 1, 16, 64, 256, 512, 2048
 SPLITS = 1, 2, 3, 4, 6, 8
 """Parts of a sum, added in their order, with which XLA's is compared."""
-TILES = (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (256, 128, 64, 8, 4)
+TILES = (
+    *((32, 64, 128, 4, 4), (32, 64, 128, 4, 7), (64, 64, 128, 4, 4), (64, 64, 128, 4, 6), (64, 64, 64, 4, 8)),
+    *((32, 64, 256, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (256, 128, 64, 8, 4)),
+)
 """Rows of x and of weights, columns in a step, warps and stages."""
 RANK = 16
 MANY_SLOTS, FEW_TOKENS = 64, 256

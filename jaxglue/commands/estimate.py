@@ -10,28 +10,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import jax
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.garbage_collection import without_collection
 from jaxglue.engine.policy import PRESETS
-from jaxglue.generation.pages import plan_cache, token_bytes
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import with_vision
-from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
 from jaxglue.planner.device_memory import pool_gib
 from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu
-from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
-from jaxglue.planner.sampling import DecodeCost
 from jaxglue.planner.vision import TowerCost
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.terminal.console import Console
@@ -39,12 +34,11 @@ from jaxglue.training.checks import check_mesh, why_prompts_are_copied
 from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import Asked, explain_plan, why_not_mapped
 from jaxglue.training.report import print_panel
+from jaxglue.training.sampling import PROMPT, PredictedAnswers, weigh_exact
 from jaxglue.training.workload import make_workload, normalization, read_architecture, row_text, settle
 from jaxglue.vision.processor import read_processor
 
 _SHOWN = 5
-_PROMPT = 256
-"""Tokens of a prompt in the estimate of reinforcement learning."""
 _HOST = "dispatched as beside an H200"
 """Host of estimates (`RECORDED`); a run measures its own."""
 _CLEARLY_LESS = 0.7
@@ -147,30 +141,18 @@ def _pixels(size: str) -> tuple[int, int]:
 
 def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
     """Return a line about the answers of a step, whose keys and values take the place of training's activations."""
-    workload, objective = planner.workload, planner.workload.objective
-    assert isinstance(objective, RolloutObjective)
-    answers, longest = config.rollouts.generation_batch_size, config.rollouts.max_completion_length
-    each = config.rollouts.answers_to_each(objective.generations, compared=objective.compares)
-    prompt = config.document_tokens or _PROMPT
-    free = planner.gpu.memory - resident_bytes(workload).total(plan.weights)
+    prompt, longest = config.document_tokens or PROMPT, config.rollouts.max_completion_length
     try:
-        cache = plan_cache(
-            [(prompt, prompt + longest)] * answers,
-            workload.config,
-            workload.dtype,
-            free=free,
-            siblings=each,
-            limit="--max-completion-length",
-        )
+        found = PredictedAnswers.of(config, planner.workload, planner.gpu, plan.weights, prompt)
     except ValueError as error:
         return f"Sampling does not fit: {error}"
-    lengths = np.random.default_rng(0).integers(1, longest + 1, answers)
-    cost = DecodeCost.of(workload, token_bytes(workload.config, workload.dtype))
-    seconds = cost.seconds(planner.gpu, lengths, prompt, each, cache.slots)
+    with tracing_for(planner.gpu.capability):
+        exact = weigh_exact(config, found)[1]
     return (
-        f"Sampling in turns with training: ~{seconds:,.0f} s for answers of all lengths, {cache.slots:,} of "
-        f"{answers:,} answers at a time, prompts of {prompt:,} tokens and answers of at most {longest:,}; keys and "
-        f"values {cache.bytes / GIB:.1f} of {free / GIB:.1f} GiB beside the weights"
+        f"Sampling in turns with training: ~{found.seconds:,.0f} s for answers of all lengths, {found.cache.slots:,} "
+        f"of {len(found.lengths):,} answers at a time, prompts of {prompt:,} tokens and answers of at most "
+        f"{longest:,}; keys and values {found.cache.bytes / GIB:.1f} of {found.free / GIB:.1f} GiB beside the weights; "
+        f"--exact-sampling auto: {exact}"
     )
 
 

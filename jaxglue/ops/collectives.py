@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
+from jaxglue.ops.backend import one_device_each
+
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
 TOKEN_AXES = (*BATCH_AXES, "context")
@@ -25,7 +27,8 @@ def per_device[**Arguments, Result](
     """
     if mesh is None:
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    local = one_device_each()(function)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def axis_size(*axes: str) -> int:

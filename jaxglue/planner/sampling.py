@@ -38,6 +38,7 @@ class DecodeCost:
     """Layers whose experts have live adapters."""
     token_bytes: float
     """Of a token in the cache of all layers."""
+    layers: int
 
     @classmethod
     def of(cls, workload: Workload, token_bytes: float) -> "DecodeCost":
@@ -59,6 +60,7 @@ class DecodeCost:
             expert_flops=routed,
             adapted=sum(any(_is_expert(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)) for a in adapters),
             token_bytes=token_bytes,
+            layers=workload.config.num_hidden_layers,
         )
 
     def steps(self, gpu: Gpu, live: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " steps"]:
@@ -85,6 +87,19 @@ class DecodeCost:
         cached = self.token_bytes * (lengths * (prompt + lengths / 2)).sum()
         prompts = (self.flops + self.expert_flops) * prompt * len(lengths) / each
         return float(self.steps(gpu, live).sum() + cached / (fitted.DECODE_READ * gpu.copy) + prompts / gpu.matmul)
+
+    def exact_seconds(self, gpu: Gpu, lengths: Int[np.ndarray, " answers"], slots: int) -> float | None:
+        """Return the seconds that exact sampling adds; None for a GPU, or experts, of which they were not measured.
+
+        A layer adds as much as the measured one, as kernels do not begin faster for smaller ones, and a larger one in
+        proportion to its weights.
+        """
+        measured = fitted.EXACT.get(gpu.name)
+        if measured is None or self.experts:
+            return None
+        streams, seconds = zip(*sorted(measured.items()), strict=True)
+        size = max(1.0, self.weights / self.layers / fitted.EXACT_LAYER)
+        return float(self.layers * size * np.interp(_live(lengths.tolist(), slots), streams, seconds).sum())
 
 
 def _is_expert(path: tuple[Any, ...]) -> bool:

@@ -81,8 +81,6 @@ class RolloutSteps(Iterator[Step]):
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._writer = make_writer(self.plan, policy, tokenizer)
-        if self.plan.config.exact_sampling == "auto":
-            _log.info("exact sampling: off, since no GPU's price of it is known yet; --exact-sampling on takes it")
         self.plan.judge.load_models(tokenizer)
 
     def release(self) -> None:

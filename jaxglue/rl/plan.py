@@ -139,7 +139,7 @@ class RolloutPlan:
             **{"data": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len},
             **{"batch_size": self.batch_size, "copies": self.copies},
             **{"answers": self.answers, "prompts": self.prompts, "window": self.window},
-            **({} if self.tile is None else {"tile": self.tile}),
+            "tile of --exact-sampling": self.tile,
         }
 
 

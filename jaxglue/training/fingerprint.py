@@ -32,9 +32,10 @@ _MAY_CHANGE = (
     f"inputs.{HELD_OUT}",
     *(f"rollouts.reward_{limit}" for limit in ("timeout", "memory", "workers")),
     "rollouts.teacher_server",
+    "rollouts.exact_sampling",
 )
-"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, limits of functions, and where
-servers are."""
+"""Entries of a fingerprint in which a resumed run may differ: its length, held-out rows, limits of functions, where
+servers are, and what may name the choice of `auto`, which the state of the rows holds."""
 _PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {

@@ -171,6 +171,7 @@ def plan_rows(run: "Run") -> dict[str, object]:
         "template": run.texts.template,
         "loss on": run.texts.loss_on,
         **({"answers": run.rollouts.plan.description} if run.rollouts else {}),
+        **({"sampling": f"exact sampling {run.exact}"} if run.exact else {}),
         "batch": _batch(run),
         "optimizer": _optimizer(run),
         "steps": _steps(run),

@@ -12,7 +12,6 @@ from jaxglue.data.report import trained_tokens
 from jaxglue.data.stream import StreamIterator
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
-from jaxglue.generation.exact import obstacle
 from jaxglue.hf.hub import model_path
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.rollouts import RolloutObjective
@@ -26,6 +25,7 @@ from jaxglue.rl.teachers import ServedTeachers
 from jaxglue.sharding.mesh import MeshShape, mesh_of, process_batch_shard
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.sampling import check_exact
 from jaxglue.training.workload import read_teacher
 from jaxglue.vision.processor import Processor
 
@@ -243,7 +243,7 @@ class Prompts:
         if self.config.rollouts.teacher not in (None, "base"):
             _check_teacher(self.config, self.model, tokenizer)
         if self.tile is not None:
-            _check_exact(self.config, self.model, mesh, self.why_copied)
+            check_exact(self.config, self.model, mesh)
 
     def batches(self, data: PreparedData, workload: Workload) -> tuple[Batches, EvalBatches | None, int]:
         """Return the steps on the model's answers; their rewards are imported here, in processes of their own."""
@@ -274,20 +274,6 @@ class Prompts:
             judge.close()
             raise
         return steps, None, steps.total
-
-
-def _check_exact(config: TrainConfig, model: DecoderConfig, mesh: MeshShape, why_copied: str) -> None:
-    """Raise ValueError for a model, head or mesh whose sampling cannot have training's bits."""
-    rank = config.lora.rank if config.model.method == "lora" else 0
-    reason = obstacle(model, config.model.compute_dtype, tokens=config.data.row_tokens, rank=rank)
-    if mesh.devices > 1:
-        reason = f"there are {mesh.devices} GPUs, and it is for one yet"
-    if why_copied:
-        reason = why_copied
-    if config.model.method == "lora" and "lm_head" in config.lora.vocabulary_targets:
-        reason = "the output projection has an adapter"
-    if reason is not None:
-        raise ValueError(f"--exact-sampling on cannot be kept: {reason}: leave it out")
 
 
 def _check_teacher(config: TrainConfig, model: DecoderConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -254,6 +254,8 @@ class Run(Setup):
     """Read the first row of the training data anew, to compare its tokens."""
     why_copied: str
     """Why each answer has a copy of its prompt; empty where answers share it."""
+    exact: str | None
+    """Whether sampling is exact, and the reason for a choice; None where nothing is sampled."""
     cache: Path
     """Folder of values that later runs may read."""
     batches: BatchIterator | StreamIterator | RolloutSteps

@@ -43,6 +43,7 @@ from jaxglue.training.run import (
     TeacherPlan,
     TextPlan,
 )
+from jaxglue.training.sampling import choose_exact
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle, training_devices
@@ -66,6 +67,10 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     """
     check_trackers(config.run.trackers)
     config, model, base, vocabulary = _read_model(config, processes)
+    recorded = config
+    exact: str = config.rollouts.exact_sampling
+    if config.objective.kind.needs_rollouts and exact == "auto":
+        config, exact = choose_exact(config, model)
     source = row_source(config, model)
     with processes.main_process_first():
         data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
@@ -103,7 +108,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         teacher=_teacher_plan(config),
         spikes=_spike_plan(config),
         draft=plan_draft(config, workload),
-        recorded=config,
+        recorded=recorded,
         data=data,
         texts=_text_plan(config.data, vocabulary.tokenizer, stops, data.report, source.loss_on(data)),
         read_first_row=partial(
@@ -114,6 +119,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
             images=data.images,
         ),
         why_copied=source.why_copied,
+        exact=exact if config.objective.kind.needs_rollouts else None,
         cache=Path(config.data.cache_dir),
         batches=batches,
         eval_batches=eval_batches,

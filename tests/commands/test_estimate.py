@@ -9,6 +9,7 @@ import pytest
 import jaxglue
 from jaxglue.commands import estimate as command
 from jaxglue.commands import main
+from jaxglue.training import sampling
 
 
 @pytest.fixture
@@ -41,11 +42,12 @@ def test_reinforcement_learning_names_the_memory_of_its_answers(estimate):
     assert fits
     said = r"training: ~\d+ s for answers of all lengths, 24 of 24 answers at a time, prompts of 256 tokens"
     assert re.search(f"Sampling in turns with {said}", " ".join(printed.split()))
+    assert "--exact-sampling auto: off, it cannot be kept: " in " ".join(printed.split())
 
 
 def test_too_little_memory_for_answers_names_their_flag(estimate, monkeypatch):
-    plan = command.plan_cache
-    monkeypatch.setattr(command, "plan_cache", lambda *args, **options: plan(*args, **options | {"free": 1e4}))
+    plan = sampling.plan_cache
+    monkeypatch.setattr(sampling, "plan_cache", lambda *args, **options: plan(*args, **options | {"free": 1e4}))
     printed, _ = estimate("--gpu", "4090", "--objective", "grpo", "--max-completion-length", "100")
     assert re.search(r"Sampling does not fit: .* lower\s+--max-completion-length", printed, re.DOTALL)
 

@@ -64,6 +64,7 @@ def drawn_from(picture):
         "attention": lambda: plot_attention.plotted(read_results("attention")),
         "fp8": lambda: fp8_quality.plotted(read_results("fp8_quality")),
         "agent_curve": lambda: read_results("agent_curve"),
+        "exact_curve": lambda: read_results("exact_curve")["curves"],
         "rl_curve": lambda: read_results("rl_curve")["curves"],
     }[picture]()
 

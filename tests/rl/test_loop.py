@@ -233,6 +233,14 @@ def test_exact_sampling_that_does_not_hold_ends_the_run(make_steps):
         next(steps)
 
 
+@pytest.mark.parametrize(("tile", "later"), [(None, 4), (4, None)])
+def test_a_run_goes_on_with_the_exactness_that_it_began_with(make_steps, tile, later):
+    """Which `auto` may choose otherwise on another GPU."""
+    state = make_steps(tile=tile).get_state()
+    with pytest.raises(ValueError, match=f"tile of --exact-sampling: {tile} then, {later} now"):
+        make_steps(tile=later).set_state(state)
+
+
 def weights_of(step) -> float:
     """Return which weights wrote a step's answers, as the stand-in says."""
     (batch,) = step.micro_batches

@@ -205,6 +205,20 @@ def test_devices_with_the_same_weights_share_the_prompts(make_config, write_json
     assert answers[0] == answers[1]
 
 
+def test_devices_that_share_the_prompts_sample_with_the_bits_of_training(make_config, write_jsonl, tmp_path):
+    rows = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(4) for b in range(2)]
+    settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 256, "objective": "grpo", "steps": 2}
+    settings |= {"reward": ("length?soft=2&hard=8",), "num_generations": 2, "generation_batch_size": 16}
+    settings |= {"max_completion_length": 8, "learning_rate": 1e-2, "dtype": "bfloat16", "exact_sampling": "on"}
+    for mesh in ("fsdp=4", "data=2,context=2"):
+        with pytest.raises(ValueError, match=f"on cannot be kept: weights or rows are divided among GPUs by .* {mesh}"):
+            resolve(make_config(**settings, mesh=mesh, batch_size=4))
+    summary = train(make_config(**settings, mesh="data=4", batch_size=4))  # which compares them in its first step
+    values = read_metrics(summary.metrics)
+    assert [step["sampling/sampling_logp_difference/mean"] for step in values] == [0.0, 0.0]
+    assert values[0]["grad_norm"] > 0
+
+
 def test_one_of_two_devices_samples_while_the_other_trains(make_config, tmp_path, write_jsonl, monkeypatch):
     """Answers and weights are those of one device by turns."""
     monkeypatch.setattr(jax, "device_count", lambda: 2)

@@ -10,7 +10,7 @@ from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, Reads, form
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.gated_mlp.fp8 import gate_fp8, swiglu_fp8
-from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, activate_in_order, lora_swiglu
 from jaxglue.ops.projection import (
     Conditions,
     LowRankAdapter,
@@ -28,6 +28,7 @@ from jaxglue.ops.projection import (
 from jaxglue.ops.projection.call import EXPANDED_WEIGHTS, check_unserved
 from jaxglue.ops.projection.few_rows import FewRowsCall, gate_few_rows, load_few_rows
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
+from jaxglue.ops.projection.ordered import ordered_products
 from jaxglue.ops.quant.fp8 import FP8Weight
 
 __all__ = ["ACTIVATIONS", "GATED_MLP", "Activation", "GatedCall", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
@@ -147,11 +148,21 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    exact = StaticConditions.of(conditions).exact
-    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=exact)
+    static = StaticConditions.of(conditions)
+    if static.in_one_order and (found := _activate_in_order(gate, up, low_rank, parts, activation)) is not None:
+        y, part = found
+        product, low_rank = ordered_products(y, [parts.down.weight, matrices[2]], part=part)
+    else:
+        y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=static.exact)
+        (product,) = multiply(y, parts[2:], conditions)
     low_rank = used_ranks(low_rank, conditions)
-    (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK), conditions)
+
+
+def _activate_in_order(gate, up, low_rank, parts: GatedParts, activation: Activation) -> tuple[Array, int] | None:
+    """See `activate_in_order`."""
+    adapters = [part.adapter for part in parts[:2] if part.adapter is not None]
+    return activate_in_order(gate, up, low_rank, [a.B for a in adapters], [a.scale for a in adapters], activation)
 
 
 def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:

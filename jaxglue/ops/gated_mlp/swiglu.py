@@ -1,6 +1,6 @@
 """SwiGLU or GeGLU between LoRA adapters, whose products are formed inside its kernels, not in passes of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.projection.lora import lora_expand, lora_expand_gradients, lora_shrink
 
@@ -51,6 +52,23 @@ class LoraSwigluBackend(Protocol):
         self, gate, up, low_rank, matrices: Matrices, dout, dlow_rank, activation: Activation
     ) -> tuple[Array, Array, Array]:
         """Return the gradients to gate and up in their dtype, and to down in float32."""
+
+    def part_of_few(self, rows: int, columns: int) -> int | None:
+        """Return the columns in a part of y·downᵀ, whose parts `forward` adds one after another.
+
+        None for so many rows that its programs fill a GPU.
+        """
+
+    def activate(
+        self,
+        gate,
+        up,
+        low_rank,
+        matrices: Sequence[Float[Array, "F R"]],
+        factors: Sequence[float],
+        activation: Activation,
+    ) -> Float[Array, "M F"]:
+        """Return y of `lora_swiglu` alone, of gate's and up's second matrices without their factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +140,36 @@ def lora_swiglu(
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))
     out, down_low_rank = _fused(kernels, activation, *rows, matrices)
     return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
+
+
+def activate_in_order(
+    gate: Float[Array, "*B F"],
+    up: Float[Array, "*B F"],
+    low_rank: Float[Array, "*B ranks"],
+    matrices: Sequence[Float[Array, "F R"]],
+    factors: Sequence[float],
+    activation: Activation,
+) -> tuple[Float[Array, "*B F"], int] | None:
+    """Compute y of `lora_swiglu` with `exact` alone, by more programs than sum y·downᵀ, too.
+
+    Args:
+        gate, up, low_rank, activation: see `lora_swiglu`.
+        matrices: the second matrices of gate's and up's adapters, of one rank.
+        factors: of these.
+
+    Returns:
+        y, and the columns in a part of y·downᵀ, whose parts are to be added one after another; None without a kernel,
+        and for many rows.
+    """
+    call = SwigluCall(dtype=gate.dtype, rank=matrices[0].shape[1], activation=activation, exact=True)
+    kernels = LORA_SWIGLU.load(call)
+    if kernels is None or "activation without ranks" in backends.UNTRIED:
+        return None
+    rows = [x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank)]
+    if (part := kernels.part_of_few(*rows[0].shape)) is None:
+        return None
+    y = kernels.activate(rows[0], rows[1], rows[2], matrices, factors, activation)
+    return y.reshape(gate.shape), part
 
 
 def reference_lora_swiglu(

@@ -3,9 +3,10 @@
 So does a sampler that multiplies some rows have a trainer's bits, which multiplies thousands.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import batched
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,12 @@ ORDERED = Operation(
 
 
 def ordered_products(
-    x: Float[Array, "*B in"], weights: Sequence[Float[Array, "out in"]], dtype=None, *, backend: str = "auto"
+    x: Float[Array, "*B in"],
+    weights: Sequence[Float[Array, "out in"]],
+    dtype=None,
+    *,
+    part: int | None = None,
+    backend: str = "auto",
 ) -> list[Float[Array, "*B out"]]:
     """Compute x·Wᵀ of each weight in `dtype` (default: x's), with sums in float32 that no number of rows changes.
 
@@ -70,6 +76,7 @@ def ordered_products(
         x: the input of all.
         weights: matrices, rounded to x's dtype.
         dtype: of the products.
+        part: columns of a part of the last weight's sums, which are then added one after another; None for whole sums.
         backend: `auto`, `reference` or `triton`; see `ORDERED.choose`.
 
     Raises:
@@ -82,9 +89,12 @@ def ordered_products(
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
     if kernels is None:
         products = [_multiply(rows, matrix, dtype) for matrix in matrices]
+        if part is not None:
+            products[-1] = _multiply_in_parts(rows, matrices[-1], dtype, part)
     else:
-        launches = (kernels.multiply(rows, several, dtype) for several in batched(matrices, _WEIGHTS))
-        products = [product for launch in launches for product in launch]
+        *others, last = batched(matrices, _WEIGHTS)
+        products = [product for several in others for product in kernels.multiply(rows, several, dtype)]
+        products += kernels.multiply(rows, last, dtype, part)
     return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 
@@ -92,6 +102,11 @@ def _multiply(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype) ->
     padded = jnp.pad(x, ((0, max(FEWEST_ROWS - len(x), 0)), (0, 0)))
     product = jax.lax.dot_general(padded, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return product[: len(x)]
+
+
+def _multiply_in_parts(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype, part: int):
+    parts = [slice(first, first + part) for first in range(0, x.shape[1], part)]
+    return reduce(operator.add, (_multiply(x[:, own], weight[:, own], jnp.float32) for own in parts)).astype(dtype)
 
 
 def ordered_product(

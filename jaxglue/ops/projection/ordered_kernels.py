@@ -21,12 +21,24 @@ def _load(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _add_steps(acc, x, w, rows, n, first, last, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Add w·xᵀ of some rows to acc, from a step of BLOCK_K columns to before another, 16 columns after another."""
+    for step in range(first, last):
+        values = _load(x, rows, step * BLOCK_K, K, BLOCK_K)
+        acc = tl.dot(_load(w, n, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def ordered_kernel(
     x, weights, outs,
     M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, N_3: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    COUNT: tl.constexpr, PART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute x·Wᵀ of COUNT weights [N_i, K], each in tiles of its own; x [M, K], outs [M, N_i].
+
+    With PART, sums of the last weight are of so many columns, and then added one after another.
 
     Grid (tiles of all weights · M / BLOCK_M): programs that run together have the same weights, and of many rows at
     most GROUP blocks, which the L2 cache holds.
@@ -49,8 +61,15 @@ def ordered_kernel(
     # Rows beyond a matrix are other rows, whose products are not stored.
     n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, M - 1)
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
-        values = _load(x, rows_inside, step * BLOCK_K, K, BLOCK_K)
-        acc = tl.dot(_load(w, n_inside, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    if PART is None:
+        acc = _add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, BLOCK_K)
+    else:
+        LAST: tl.constexpr = 0 if COUNT == 1 else TILES_0 if COUNT == 2 else TILES_0 + TILES_1 + (COUNT == 4) * TILES_2
+        length = tl.where(tile >= LAST, PART // BLOCK_K, STEPS)
+        for step in range(0, STEPS, length):
+            own = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+            own = _add_steps(own, x, w, rows_inside, n_inside, step, tl.minimum(step + length, STEPS), K, BLOCK_K)
+            acc = tl.where(step == 0, own, acc + own)
     at = rows.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < M)[None, :] & (n < N)[:, None])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
@@ -31,6 +32,8 @@ class OrderedTiles:
 
 FEW_ROWS = OrderedTiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
 """Tiles of at most 64 rows, as measured (`benchmarks/exact_sampler.py`)."""
+HALVED_ROWS = replace(FEW_ROWS, block_m=32)
+"""Tiles of at most 64 rows where those would leave half of the multiprocessors idle: caches hold weights for both."""
 MANY_ROWS = OrderedTiles(block_m=256, block_n=128, block_k=64, num_warps=8, num_stages=4)
 """Tiles of so many rows that they fill the GPU, as measured."""
 
@@ -43,19 +46,20 @@ class TritonOrdered(Launcher):
     """Tiles; None takes `tiles_of`."""
 
     def multiply(
-        self, x: Float[Array, "M K"], weights: tuple[Float[Array, "N K"], ...], dtype
+        self, x: Float[Array, "M K"], weights: tuple[Float[Array, "N K"], ...], dtype, part: int | None = None
     ) -> list[Float[Array, "M N"]]:
-        """Return x·Wᵀ of each weight in `dtype`."""
+        """Return x·Wᵀ of each weight in `dtype`; see `ordered_products` for `part`."""
         (M, K), sizes = x.shape, [len(weight) for weight in weights]
-        tiles = self.tiles or tiles_of(M, sizes)
+        tiles = self.tiles or tiles_of(M, sizes, in_parts=part is not None)
         tiles = replace(
             tiles,
             block_m=min(tiles.block_m, max(16, triton.next_power_of_2(M))),
             block_k=min(tiles.block_k, max(16, triton.next_power_of_2(K))),
         )
         outs = tuple(jax.new_ref(jax.lax.empty((M, size), dtype)) for size in sizes)
-        constants = {f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(MOST_WEIGHTS)}
-        constants |= {"M": M, "K": K, "COUNT": len(sizes), "GROUP": _GROUP}
+        constants: dict[str, int | None] = {f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(MOST_WEIGHTS)}
+        assert part is None or part % tiles.block_k == 0
+        constants |= {"M": M, "K": K, "PART": part, "COUNT": len(sizes), "GROUP": _GROUP}
         constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
         grid = (programs_of(M, sizes, tiles),)
         moved = (M + sum(sizes)) * K * x.dtype.itemsize + M * sum(sizes) * jnp.dtype(dtype).itemsize
@@ -70,11 +74,15 @@ def programs_of(rows: int, sizes: list[int], tiles: OrderedTiles) -> int:
     return triton.cdiv(rows, tiles.block_m) * sum(triton.cdiv(size, tiles.block_n) for size in sizes)
 
 
-def tiles_of(rows: int, sizes: list[int]) -> OrderedTiles:
+def tiles_of(rows: int, sizes: list[int], *, in_parts: bool = False) -> OrderedTiles:
     """Return tiles that fill the GPU, which change no sum.
 
-    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle.
+    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle. Sums in parts have two
+    accumulators, for which large tiles have no registers.
     """
     if rows <= FEW_ROWS.block_m:
-        return FEW_ROWS
-    return MANY_ROWS if programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS else FEW_ROWS
+        idle = MULTIPROCESSORS - programs_of(rows, sizes, FEW_ROWS)
+        halves = idle > MULTIPROCESSORS // 2 and "halved rows in one order" not in backend.UNTRIED
+        return HALVED_ROWS if halves else FEW_ROWS
+    fills = programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS
+    return MANY_ROWS if fills and not in_parts else FEW_ROWS

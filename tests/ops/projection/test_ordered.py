@@ -1,6 +1,7 @@
 """Products in one order: the interpreted kernel has the bits of sums of 16 columns after another, in any tiles."""
 
 from dataclasses import replace
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -84,6 +85,31 @@ def test_interpreted_kernel_has_the_bits_of_steps_in_order(M, sizes, K, tiles, k
         products = ordered_products(jnp.asarray(x), list(map(jnp.asarray, weights)))
     for product, weight in zip(products, weights, strict=True):
         np.testing.assert_array_equal(product, in_steps(x, weight))
+
+
+@pytest.mark.parametrize(("sizes", "K", "part"), [((24, 16), 208, 64), ((16,), 96, 96), ((16, 16, 16, 6), 200, 96)])
+def test_parts_of_the_last_weights_sums_are_added_one_after_another(sizes, K, part, kernels):
+    x, weights = numbers(1, 37, K), [whole(2 + i, N, K) for i, N in enumerate(sizes)]
+    parts = [in_steps(x[:, first : first + part], weights[-1][:, first : first + part]) for first in range(0, K, part)]
+    wanted = [*(in_steps(x, weight) for weight in weights[:-1]), reduce(np.add, parts)]
+    assert len(parts) == 1 or (wanted[-1] != in_steps(x, weights[-1])).any()
+    with ORDERED.using(kernels(16, 16)):
+        products = ordered_products(jnp.asarray(x), list(map(jnp.asarray, weights)), part=part)
+    for product, want in zip(products, wanted, strict=True):
+        np.testing.assert_array_equal(product, want)
+    last = ordered_products(jnp.asarray(x), list(map(jnp.asarray, weights)), part=part, backend="reference")[-1]
+    np.testing.assert_allclose(last, wanted[-1], atol=1e-6 * np.abs(wanted[-1]).max())
+
+
+def test_few_rows_are_halved_where_their_programs_would_leave_half_of_a_gpu_idle(monkeypatch):
+    pytest.importorskip("triton")
+    from jaxglue.ops.projection.ordered_triton import FEW_ROWS, HALVED_ROWS, tiles_of
+
+    assert tiles_of(64, [4096, 16]) == tiles_of(1, [4096]) == HALVED_ROWS
+    assert tiles_of(2816, [4096, 16], in_parts=True) == FEW_ROWS != tiles_of(2816, [4096, 16])
+    assert tiles_of(64, [4096, 1024, 1024, 48]) == tiles_of(64, [12288, 12288, 32]) == FEW_ROWS
+    monkeypatch.setattr(backend, "UNTRIED", {"halved rows in one order"})
+    assert tiles_of(64, [4096, 16]) == FEW_ROWS
 
 
 def test_gradients_are_those_of_the_plain_product(kernels):
@@ -185,6 +211,48 @@ def test_adapters_of_one_input_take_one_launch_more(h200, monkeypatch):
     with tracing_for((9, 0)):
         compiled = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 2
+
+
+def test_a_feed_forward_takes_four_launches(h200, monkeypatch):
+    monkeypatch.setattr(backend, "UNTRIED", set())
+    D, F = 256, 2304
+    projections = [projection(10 * i, *shape, 16) for i, shape in enumerate(((F, D), (F, D), (D, F)))]
+    arrays = [(p.weight, p.adapter.A.astype(jnp.bfloat16), p.adapter.B) for p in projections]
+    shaped = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=h200)  # noqa: E731
+
+    def run(x, arrays):
+        adapters = [LowRankAdapter(A=A, B=B, scale=0.5) for _, A, B in arrays]
+        own = [Projection(weight=w, adapter=a) for (w, _, _), a in zip(arrays, adapters, strict=True)]
+        return gated_mlp(x, GatedParts(*own), Exact(), stream=x)
+
+    x = jax.ShapeDtypeStruct((1, 64, D), jnp.bfloat16, sharding=h200)
+    with tracing_for((9, 0)):
+        text = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile().as_text()
+    program = text[text.index("ENTRY") :]
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 4
+    assert program.count(" fusion(") == 1  # first matrices of gate's and up's adapters, one below the other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 0])
+def test_projections_and_feed_forward_of_few_rows_have_trainings_bits_on_a_gpu(rank):
+    D, F, T = 1024, 3072 + 64, 16384
+    x, stream = (jax.random.normal(jax.random.key(seed), (1, T, D), jnp.bfloat16) for seed in (7, 8))
+    shapes = (F, D), (F, D), (D, F), (D, D)
+    *mlp, onto = [projection(10 * i, N, K, rank) for i, (N, K) in enumerate(shapes)]
+    scaled = [replace(p, weight=p.weight / 32) for p in mlp]
+
+    def run(x, stream, conditions):
+        fed = gated_mlp(x, GatedParts(*scaled), conditions, stream=stream)
+        return fed, *adapted_projection(x, [onto], conditions, stream=stream)
+
+    options = {"compiler_options": STEP_OPTIONS | {"xla_allow_excess_precision": False}}
+    trained = jax.jit(lambda x, stream: run(x, stream, Training())).lower(x, stream).compile(**options)(x, stream)
+    for rows in (1, 16, 64, 256):
+        few = x[:, :rows], stream[:, :rows]
+        sampled = jax.jit(lambda x, stream: run(x, stream, Exact())).lower(*few).compile(**options)(*few)
+        for own, other in zip(sampled, trained, strict=True):
+            np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(other[:, :rows], np.float32))
 
 
 @pytest.mark.gpu
