@@ -1,9 +1,9 @@
 """EAGLE-3's draft heads, for models that have none of their own (arXiv 2503.01840).
 
 At token t of a document the head reads three hidden states of the model, the inputs of an early, a middle and a late
-layer at token t, as h = fc([h1; h2; h3]), and the embedding e of token t + 1. A Llama layer adds to h what attention over
-[norm(e); norm(h)] and a feed-forward give; a projection of the head's own, of the norm of that, gives the logits of
-token t + 2 among frequent tokens. Further drafts read the layer's output in place of h.
+layer at token t, as h = fc([h1; h2; h3]), and the embedding e of token t + 1. A Llama layer adds to h what attention
+over [norm(e); norm(h)] and a feed-forward give; a projection of the head's own, of the norm of that, gives the logits
+of token t + 2 among frequent tokens. Further drafts read the layer's output in place of h.
 """
 
 from collections.abc import Iterable
@@ -79,7 +79,9 @@ class EagleLayer(DecoderLayer):
         self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], context: LayerContext
     ) -> Float[Array, "B T D"]:
         """Apply the layer to embeddings and states."""
-        embedded, normed = self.input_layernorm.of(embedded), self.hidden_norm.of(hidden)
+        before = self.norm_named(self.norms.before_attention)
+        assert before is not None
+        embedded, normed = before.of(embedded), self.hidden_norm.of(hidden)
         stream = normed if self.norm_before_residual else hidden
         stream = stream + self.token_mixer(jnp.concatenate([embedded, normed], axis=-1), context)
         return self._add_mlp(stream, context)

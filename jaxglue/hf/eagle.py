@@ -24,8 +24,10 @@ from jaxglue.models.llama import config_from_hf
 _MATRIX, _OFFSETS, _KNOWN, _EMBEDDING = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _ROPE = "rope_theta", "rope_scaling", "rope_parameters"
-_SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"
-_SIZES += "max_position_embeddings", "rms_norm_eps", "initializer_range"
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "initializer_range"),
+)
 
 
 class EagleWeights(NamedTuple):
