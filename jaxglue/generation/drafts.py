@@ -34,6 +34,7 @@ from jaxglue.generation.contexts import (
 )
 from jaxglue.generation.pages import PAGE
 from jaxglue.hf.draft import load_draft, read_draft_tokens
+from jaxglue.hf.eagle import EagleWeights, load_eagle, open_eagle
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.draft import DRAFTS, DraftHead, with_head_layer
@@ -172,19 +173,25 @@ def load_head(
     *,
     dtype: Any,
     adapter: Path | None = None,
+    own: Path | None = None,
 ) -> LoadedHead | None:
-    """Load a folder's draft head, or the one trained beside an adapter, if drafts are asked for; else return None.
+    """Load a draft head if drafts are asked for; else return None.
 
-    `auto` takes those that are there, on accelerators: on CPUs the time of a step grows with its tokens.
+    It is that of the folder `own`, of EAGLE-3's kind, else the one trained beside an adapter, else the model's. `auto`
+    takes those that are there, on accelerators: on CPUs the time of a step grows with its tokens.
 
     Raises:
-        ValueError: an asked number of drafts without a head that the engine can use.
+        ValueError: an asked number of drafts without a head that the engine can use; or `own` of another model.
     """
-    if drafts == "off" or (drafts == "auto" and (jax.default_backend() == "cpu" or config.model_type not in DRAFTS)):
+    found = None if own is None else open_eagle(own, folder, config)
+    no_head = own is None and config.model_type not in DRAFTS
+    if drafts == "off" or (drafts == "auto" and (jax.default_backend() == "cpu" or no_head)):
         return None
     try:
         if drafts == "auto":
             check_tried("steps of drafts")
+        if found is not None:
+            return eagle_head(load_eagle(found, dtype), found.shape, drafts)
         if reason := why_no_drafts(config):
             raise ValueError(f"the model has {reason}")
         head = load_draft(folder, config, dtype=dtype, adapter=adapter)
@@ -199,6 +206,13 @@ def load_head(
     if tokens is not None:
         weights[WORDS] = words_of(graphdefs, trees, tokens)
     return LoadedHead(make_drafting(graphdef, drafts), weights)
+
+
+def eagle_head(loaded: EagleWeights, shape: EagleShape, drafts: Drafts) -> LoadedHead:
+    """Return a head of EAGLE-3's kind for so many drafts, which are not `off`."""
+    graphdef, state = nnx.split(loaded.head)
+    words = {"matrix": loaded.matrix, "tokens": jnp.asarray(loaded.tokens, jnp.int32)}
+    return LoadedHead(make_drafting(graphdef, drafts, shape), {HEAD: nnx.to_pure_dict(state), WORDS: words})
 
 
 def why_no_drafts(config: DecoderConfig) -> str | None:

@@ -98,8 +98,7 @@ def open_eagle(folder: str | Path, base: str | Path, model: DecoderConfig) -> Ea
             raise ValueError(f"{name} in {info.file} is {list(info.shape)}: a head of this model has {list(expected)}")
         if name in shapes and info.dtype.itemsize == 1:
             raise ValueError(f"{name} in {info.file} is quantized ({info.dtype}): use a folder in 16 bits")
-    own = open_checkpoint(base)
-    if _EMBEDDING in files.tensors and not same_rows(files, _EMBEDDING, own, f"model.{_EMBEDDING}"):
+    if _EMBEDDING in files.tensors and not same_rows(files, _EMBEDDING, open_checkpoint(base), f"model.{_EMBEDDING}"):
         raise ValueError(f"{_EMBEDDING} in {folder} differs from that of {base}: heads read the model's embedding here")
     offsets = files.read(_OFFSETS) if _OFFSETS in files.tensors else np.zeros(count, np.int64)
     tokens = (np.arange(count) + offsets).tolist()
@@ -159,30 +158,30 @@ def load_eagle(found: EagleFiles, dtype: Any) -> EagleWeights:
 def write_eagle(
     folder: Path,
     base: str | Path,
-    model: DecoderConfig,
     shape: EagleShape,
     parameters: Mapping[str, np.ndarray],
     matrix: Float[np.ndarray, "W D"],
     tokens: Sequence[int],
     *,
     drafts: int,
+    name: str,
 ) -> None:
     """Write a head that vLLM drafts by, to a new folder.
 
     Args:
         folder: absent or empty.
-        base: of the model, which the folder names.
-        model: its architecture.
+        base: of the model.
         shape: of the head.
         parameters: of the head, in their files' dtype.
         matrix: projection to tokens.
         tokens: that it projects to, in order.
         drafts: tokens of a step that servers draft where they are told nothing else.
+        name: of the model, for servers.
     """
     raw, start = read_config(base), layer_start(())
     tensors = {stored_name(name, start): value for name, value in parameters.items()} | {_MATRIX: matrix}
-    if len(tokens) < model.vocab_size:
-        known = np.zeros(model.vocab_size, bool)
+    if len(tokens) < shape.layer.vocab_size:
+        known = np.zeros(shape.layer.vocab_size, bool)
         known[list(tokens)] = True
         tensors |= {_OFFSETS: np.asarray(tokens, np.int64) - np.arange(len(tokens)), _KNOWN: known}
     greedy = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -193,13 +192,13 @@ def write_eagle(
         "norm_before_residual": shape.norm_before_residual,
         "target_hidden_size": None,
         _TAPS: list(shape.taps),
-        "transformer_layer_config": _layer_fields(raw, model),
+        "transformer_layer_config": _layer_fields(raw, shape.layer),
         "torch_dtype": str(matrix.dtype),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [greedy],
-            "verifier": {"name_or_path": str(base), "architectures": raw.get("architectures", [])},
+            "verifier": {"name_or_path": name, "architectures": raw.get("architectures", [])},
         },
     }
     with atomic_folder(folder) as temporary:

@@ -77,9 +77,8 @@ def test_a_head_is_written_as_it_is_read(words, drawn_model, tmp_path):
     stored = write_head(tmp_path / "head", folder, model.config, words, start="layers.0.", norm_before_residual=False)
     head, matrix, tokens = load_eagle(found := open_eagle(tmp_path / "head", folder, model.config), jnp.float32)
     parameters = {parameter_name(path): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(head))}
-    write_eagle(
-        *(tmp_path / "new", folder, model.config, found.shape, parameters, np.asarray(matrix), tokens), drafts=2
-    )
+    values = found.shape, parameters, np.asarray(matrix), tokens
+    write_eagle(tmp_path / "new", folder, *values, drafts=2, name="a/b")
     written = load_file(tmp_path / "new/model.safetensors")
     assert written.keys() == stored.keys()
     for name, value in stored.items():
@@ -89,7 +88,7 @@ def test_a_head_is_written_as_it_is_read(words, drawn_model, tmp_path):
     raw = json.loads((tmp_path / "new/config.json").read_text())
     assert raw["draft_vocab_size"] == (len(WORDS) if words else 24) and raw["norm_before_residual"] is False
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 2
-    assert raw["speculators_config"]["verifier"]["name_or_path"] == str(folder)
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "a/b"
 
 
 def test_folders_of_other_heads_are_refused(drawn_model, tmp_path):
