@@ -13,13 +13,12 @@ from selection import repeat
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.drafts import Drafting, LoadedHead
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.scheduler import Request
 from jaxglue.hf.eagle import load_eagle, new_shape, open_eagle
 from jaxglue.models.eagle import EagleHead
 from jaxglue.models.parameters import split_model
 from tests.eagle_folders import write_head
-from tests.generation.test_drafts import Alternating, answers, check_equal, requests
+from tests.generation.test_drafts import Alternating, answers, check_equal, check_read, requests
 from tests.models.test_eagle import WORDS, drawn_model  # noqa: F401 - a fixture
 from tests.models.test_family_goldens import GOLDENS
 
@@ -63,23 +62,7 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(turns, tiny_model, monkey
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
     monkeypatch.setattr(Alternating, "turns", turns)
     engine = Engine(*model, dtype=jnp.float32, drafting=replace(loaded.drafting, auto=True))
-    prompt, sampling = [1, 3, 0, 2], SamplingConfig(max_tokens=60, temperature=1.0)
-    plan = engine.plan([Request(prompt, replace(sampling, max_tokens=80))])
-
-    def read(prompt, sampling):
-        """Return the text behind a prompt, and the head's keys of its tokens."""
-        request = Request(prompt, sampling, holds=True)
-        batch = engine.open(*loaded.beside(trees), plan, ProgramKind.of([request], ()), whole=False)
-        batch.add([sequence := engine.answer(request, 0)], ())
-        while batch.is_busy:
-            list(batch.advance())
-        batch.close()
-        pages = np.asarray(batch._caches[-1].keys)[sequence.pages].swapaxes(1, 2)
-        return [*prompt, *sequence.new], pages.reshape(-1, *pages.shape[2:])
-
-    text, decoded = read(prompt, sampling)
-    _, whole = read(text, SamplingConfig(max_tokens=1))
-    np.testing.assert_allclose(decoded[: len(text) - 2], whole[: len(text) - 2], atol=1e-5)
+    check_read(engine, loaded.beside(trees))
 
 
 def test_three_drafts_in_a_row_are_those_of_the_definition(drawn_model, tmp_path):  # noqa: F811 - a fixture
@@ -101,7 +84,7 @@ def test_three_drafts_in_a_row_are_those_of_the_definition(drawn_model, tmp_path
     engine._programs._propose = noted
     golden, first = load_file(GOLDENS / "drafts/eagle.safetensors"), 11 + 1 + 5  # documents before the last
     document, row = golden["tokens"][first:].tolist(), first - 2 - 1  # which has a row less for each of them
-    for length in (2, 9, 19):
+    for length in (2, 3, 9, 19):
         proposed.clear()
         asked = [Request(document[:length], SamplingConfig(max_tokens=4))]
         list(engine.generate(*loaded.beside(trees), asked, whole=False))
