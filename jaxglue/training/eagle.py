@@ -83,9 +83,9 @@ def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult:
     seeds = ([config.sampling.seed, epoch] for epoch in range(config.epochs))
     plans = [pack_texts(texts, config.seq_len, np.random.default_rng(seed)) for seed in seeds]
     count = sum(-(-plan.rows // config.batch_size) for plan in plans)
-    training, losses = _Training(assistant, shape, words, config, count), list[float]()
+    training, losses = EagleTraining(assistant, shape, words, config, count), list[float]()
     for step in chain.from_iterable(batched(packed_rows(texts, plan), config.batch_size) for plan in plans):
-        losses.append(training.step(step))
+        losses.append(training.step(step)[0])
         if len(losses) % _LOG == 0 or len(losses) == count:
             say(f"step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
     rows = packed_rows(held_out, pack_texts(held_out, config.seq_len))
@@ -95,7 +95,7 @@ def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult:
     return result
 
 
-class _Training:
+class EagleTraining:
     """A head, its projection to tokens and their optimizer; the model has the assistant's weights."""
 
     def __init__(self, assistant: Assistant, shape: EagleShape, words: list[int], config: DraftConfig, steps: int):
@@ -118,19 +118,20 @@ class _Training:
             self._gradients = jit_step(self._loss_and_gradients, donate_argnames="sums")
             self._compare = jit_step(self._agreement)
 
-    def step(self, batches: Sequence[Batch]) -> float:
-        """Update the head by rows; return the mean divergence of first drafts."""
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Update the head by rows; return the mean divergence of first drafts, and the loss of all."""
         sums: Any = None
         for batch in batches:
             read, x = self._states(batch)
             sums = self._gradients(self._parameters["layers"][0], self._parts, self._words, read, x, batch, sums)
-        (_, first, count), gradients = sums
+        (total, first, count), gradients = sums
         mean = jax.tree.map(lambda gradient: gradient / jnp.maximum(count, 1.0), gradients)
         self._parameters, self._state, _ = self._optimizer.update(
             self._parameters, self._state, {"layers": [mean]}, self._done
         )
         self._done += 1
-        return float(first / jnp.maximum(count, 1.0))
+        count = max(float(count), 1.0)
+        return float(first) / count, float(total) / count
 
     def acceptance(self, batches: Iterable[Batch]) -> DraftResult:
         """Return the shares of drafts that a server would accept in rows of texts."""
