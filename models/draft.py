@@ -50,6 +50,10 @@ class DraftHead(nnx.Module):
         joined = jnp.concatenate([self.embedding_norm.of(embedded), self.hidden_norm.of(hidden)], axis=-1)
         return self.norm.of(self.layer(self.fc(joined, context), context))
 
+    def output(self, states: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Return what the projection to tokens reads of states, which are normed already."""
+        return states
+
 
 def draft_kind(config: DecoderConfig) -> LayerKind:
     """Return the kind of the head's layer: that of the last layer of attention, sparse where the model has experts."""

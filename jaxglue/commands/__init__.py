@@ -47,6 +47,11 @@ COMMANDS = {
         early="jaxglue.commands.devices:start_devices",
         bare=_RECIPE,
     ),
+    "draft": Command(
+        summary="train a draft head for a model that has none, so that it decodes faster",
+        config="jaxglue.training.draft_config:DraftConfig",
+        early=_CACHED,
+    ),
     "chat": Command(
         summary="talk with a model in the terminal",
         config="jaxglue.generation.config:AnsweringConfig",

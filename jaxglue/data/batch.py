@@ -1,5 +1,6 @@
 """Batches of packed rows, with the units of answers that objectives compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxglue.ops.collectives import psum, reduce_from
 from jaxglue.ops.row_split import CONTEXT, split_segments, split_tokens
-from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.segments import PackedSegments, pack_segments
 
 CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
 """Owners of counted tokens in a unit: the first answer, the second, their prompt; and their number."""
@@ -177,3 +178,22 @@ class Batch:
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
         unused: Any = None
         return replace(self, segments=replace(self.segments, cu_seqlens=unused, long=False, split=None))
+
+
+def row_of_documents(
+    documents: Sequence[tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]], *, seq_len: int, max_segments: int
+) -> Batch:
+    """Return one row of documents, on the host.
+
+    Args:
+        documents: tokens, and which of them are predicted.
+        seq_len, max_segments: of `pack_segments`.
+    """
+    lengths = [len(tokens) for tokens, _ in documents]
+    padding = seq_len - sum(lengths)
+    tokens, counted = (np.pad(np.concatenate(parts), (0, padding))[None] for parts in zip(*documents, strict=True))
+    segments = pack_segments([lengths], seq_len=seq_len, max_segments=max_segments)
+    followed = segments.ends - 1 > np.arange(seq_len)
+    fields: dict[str, Any] = {"tokens": tokens, "targets": np.where(followed, np.roll(tokens, -1, axis=1), 0)}
+    fields["loss_weights"] = (followed & np.roll(counted, -1, axis=1)).astype(np.float32)
+    return Batch(**fields, segments=segments)

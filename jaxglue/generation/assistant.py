@@ -93,7 +93,8 @@ class Assistant:
         self.spare = SpareRanks(model, identity, str(folder), spare=spare, total=self.ranks) if spare else None
         """Ranks for adapters that are loaded later."""
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
-        trees, options = (self.adapter, self.frozen), {"dtype": self.dtype, "adapter": config.adapter}
+        trees = self.adapter, self.frozen
+        options: dict[str, Any] = {"dtype": self.dtype, "adapter": config.adapter, "own": config.head_folder}
         head = load_head(config.drafted, folder, self.config, self.graphdefs, trees, **options)
         if head is not None:
             self.adapter, self.frozen = head.beside(trees)

@@ -126,8 +126,13 @@ class AssistantConfig(PartsConfig):
 
     @property
     def drafted(self) -> Drafts:
-        """Return how many tokens the model's draft head proposes for a step."""
+        """Return how many tokens a draft head proposes for a step."""
         return "off"
+
+    @property
+    def head_folder(self) -> Path | None:
+        """Return the folder of a draft head of EAGLE-3's kind; None for the model's own, if it has one."""
+        return None
 
     @property
     def spare_ranks(self) -> int:
@@ -173,10 +178,23 @@ class AnsweringConfig(AssistantConfig):
         Synonyms(**{"0": "off"}),
         Excludes("exact", "drafts are verified several at a time", when=is_number),
     ] = "auto"
-    """Tokens that the folder's draft head (MTP) proposes for each step, which verifies them together; answers are those
-    without. auto: as many as save time, by the answers at a time and how many drafts they accept."""
+    """Tokens that the folder's draft head (MTP), or --draft-model, proposes for each step, which verifies them
+    together; answers are those without. auto: as many as save time, by the answers at a time and how many drafts they
+    accept."""
+    draft_model: Annotated[
+        Path | None,
+        Alias("speculative_model", "speculative_draft_model_path"),
+        Excludes("drafts", "it drafts", lambda drafts: drafts == "off"),
+        Excludes("exact", "drafts are verified several at a time"),
+    ] = None
+    """Folder of a draft head of EAGLE-3's kind for the model, as jaxglue draft writes, or owner/name on the hub."""
 
     @property
     def drafted(self) -> Drafts:
         """See `AssistantConfig`."""
         return "off" if self.exact else self.drafts
+
+    @property
+    def head_folder(self) -> Path | None:
+        """See `AssistantConfig`."""
+        return None if self.draft_model is None else model_path(self.draft_model)

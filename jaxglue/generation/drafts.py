@@ -4,7 +4,8 @@ A draft is the head's most likely token, and each token of an answer is still th
 number of its position: a draft is accepted where it is that choice. So answers are those without drafts, whatever
 decides a token (temperature, top-p, penalties, biases), and a draft x is accepted with the probability p(x) of it.
 
-At token t the head reads the model's normed state of t and the embedding of token t + 1 (see `models/draft.py`).
+At token t the head reads the model's normed state of t, or a projection of three of its hidden states, and the
+embedding of token t + 1 (see `models/draft.py`, `models/eagle.py`).
 Between windows it has read all tokens of a sequence but the last, so that any window may draft: one that does not lets
 it write the keys and values of its tokens at once, at its end, which are all that later drafts read of them.
 """
@@ -33,9 +34,11 @@ from jaxglue.generation.contexts import (
 )
 from jaxglue.generation.pages import PAGE
 from jaxglue.hf.draft import load_draft, read_draft_tokens
+from jaxglue.hf.eagle import EagleWeights, load_eagle, open_eagle
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.draft import DRAFTS, DraftHead
+from jaxglue.models.draft import DRAFTS, DraftHead, with_head_layer
+from jaxglue.models.eagle import EagleHead, EagleShape
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.backend import check_tried
@@ -46,9 +49,11 @@ from jaxglue.ops.rope import RopeTables
 
 Trees = tuple[Params, ...]
 Ranks = Bool[Array, "M ranks"] | None
+Read = tuple[Float[Array, "1 T D"], ...]
 _log = logging.getLogger(__name__)
 HEAD, WORDS = "draft", "draft_words"
-"""Keys of the head's weights in the trees of the model's, and of rows of the output projection that drafts read."""
+"""Keys of the head's weights in the trees of the model's, and of the rows that drafts read of the output projection, or
+of the projection of the head's own."""
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +62,7 @@ class UnreadRows:
     """Tokens of S sequences that a head has not read yet, at most R of each."""
 
     hidden: Float[Array, "S R D"]
-    """The model's states after its final norm."""
+    """States that the head reads of the model."""
     tokens: Int[Array, "S R"]
     """The token after each."""
     positions: Int[Array, "S R"]
@@ -70,7 +75,7 @@ class VerifiedRows:
     """The last step's rows of S sequences that are drafted, R = drafts + 1 each."""
 
     hidden: Float[Array, "S R D"]
-    """The model's states after its final norm."""
+    """States that the head reads of the model."""
     tokens: Int[Array, "S R"]
     """The token after each."""
     count: Int[Array, " S"]
@@ -111,11 +116,22 @@ class Drafting:
     """Tokens that it drafts for a step, at most."""
     auto: bool = False
     """A `DraftRule` decides how many for each window; otherwise they are always the most."""
+    eagle: EagleShape | None = None
+    """Shape of a head of EAGLE-3's kind; None for a layer of the model's own kind."""
 
     @property
     def rows(self) -> int:
         """Return the tokens that the model verifies in a step, at most."""
         return self.most + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the layers of the model whose inputs the head reads; none where it reads the final state."""
+        return () if self.eagle is None else self.eagle.taps
+
+    def within(self, config: DecoderConfig) -> DecoderConfig:
+        """Return a model's architecture with a further layer, the head's, after the last."""
+        return with_head_layer(config) if self.eagle is None else self.eagle.within(config)
 
 
 AUTO_DRAFTS = 3
@@ -135,9 +151,10 @@ class LoadedHead(NamedTuple):
         return {**trainable, **{key: {} for key in self.weights}}, {**frozen, **self.weights}
 
 
-def make_drafting(graphdef: nnx.GraphDef, drafts: Drafts) -> Drafting:
+def make_drafting(graphdef: nnx.GraphDef, drafts: Drafts, eagle: EagleShape | None = None) -> Drafting:
     """Return a head with its number of drafts, which is not `off`."""
-    return Drafting(graphdef, AUTO_DRAFTS, auto=True) if drafts == "auto" else Drafting(graphdef, int(drafts))
+    auto = drafts == "auto"
+    return Drafting(graphdef, AUTO_DRAFTS if auto else int(drafts), auto=auto, eagle=eagle)
 
 
 def words_of(graphdefs: ModelGraphDefs, trees: Trees, tokens: list[int]) -> Params:
@@ -156,19 +173,25 @@ def load_head(
     *,
     dtype: Any,
     adapter: Path | None = None,
+    own: Path | None = None,
 ) -> LoadedHead | None:
-    """Load a folder's draft head, or the one trained beside an adapter, if drafts are asked for; else return None.
+    """Load a draft head if drafts are asked for; else return None.
 
-    `auto` takes those that are there, on accelerators: on CPUs the time of a step grows with its tokens.
+    It is that of the folder `own`, of EAGLE-3's kind, else the one trained beside an adapter, else the model's. `auto`
+    takes those that are there, on accelerators: on CPUs the time of a step grows with its tokens.
 
     Raises:
-        ValueError: an asked number of drafts without a head that the engine can use.
+        ValueError: an asked number of drafts without a head that the engine can use; or `own` of another model.
     """
-    if drafts == "off" or (drafts == "auto" and (jax.default_backend() == "cpu" or config.model_type not in DRAFTS)):
+    found = None if own is None else open_eagle(own, folder, config)
+    no_head = own is None and config.model_type not in DRAFTS
+    if drafts == "off" or (drafts == "auto" and (jax.default_backend() == "cpu" or no_head)):
         return None
     try:
         if drafts == "auto":
             check_tried("steps of drafts")
+        if found is not None:
+            return eagle_head(load_eagle(found, dtype), found.shape, drafts)
         if reason := why_no_drafts(config):
             raise ValueError(f"the model has {reason}")
         head = load_draft(folder, config, dtype=dtype, adapter=adapter)
@@ -185,6 +208,13 @@ def load_head(
     return LoadedHead(make_drafting(graphdef, drafts), weights)
 
 
+def eagle_head(loaded: EagleWeights, shape: EagleShape, drafts: Drafts) -> LoadedHead:
+    """Return a head of EAGLE-3's kind for so many drafts, which are not `off`."""
+    graphdef, state = nnx.split(loaded.head)
+    words = {"matrix": loaded.matrix, "tokens": jnp.asarray(loaded.tokens, jnp.int32)}
+    return LoadedHead(make_drafting(graphdef, drafts, shape), {HEAD: nnx.to_pure_dict(state), WORDS: words})
+
+
 def why_no_drafts(config: DecoderConfig) -> str | None:
     """Return why the engine does not verify drafts of a model, in words; None where it does."""
     if all(kind.mixer.recurrent for kind in config.layer_kinds):
@@ -196,7 +226,7 @@ class DraftPrograms:
     """The programs of a head; arguments as in `EnginePrograms`, weights as trees of the whole model."""
 
     def __init__(self, drafting: Drafting, graphdefs: ModelGraphDefs, config: DecoderConfig, dtype: Any):
-        self._head = drafting.graphdef
+        self._head, self._own_words = drafting.graphdef, drafting.eagle is not None
         self._graphdefs, self._config, self._dtype = graphdefs, config, dtype
         self.prefill = jit_step(self._prefill, donate_argnames="cache")
         self.extend = jit_step(self._extend, donate_argnames="cache")
@@ -214,14 +244,15 @@ class DraftPrograms:
         self,
         weights: dict[str, Trees],
         x: Float[Array, "1 T D"],
+        read: Read,
         tokens: Int[Array, "1 T"],
         cache: Cache,
         packed: PackedContext,
         places: Places,
     ) -> tuple[Float[Array, "S D"], Cache]:
-        """Write the head's keys and values of packed prompts; return the model's state of each one's last token."""
+        """Write the head's keys and values of packed prompts; return the state of each one's last token."""
         packed = replace(packed, latents="written") if isinstance(cache, LatentPages) else packed
-        hidden, context = self.norm(weights, x), PrefillContext(packed, cache, places)
+        hidden, context = self.states(weights, x, read), PrefillContext(packed, cache, places)
         # A prompt's last token has no next one yet: the first step writes its place again.
         self._apply(weights, jnp.roll(tokens, -1, axis=1), hidden, context)
         last = jnp.maximum(packed.segments.cu_seqlens[0, 1:] - 1, 0)
@@ -231,16 +262,17 @@ class DraftPrograms:
         self,
         weights: dict[str, Trees],
         x: Float[Array, "1 T D"],
+        read: Read,
         tokens: Int[Array, " T"],
         cursor: Cursor,
         last: Int[Array, " n"],
         cache: Cache,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """Write the head's keys and values of texts that go on; return the model's state of these rows.
+        """Write the head's keys and values of texts that go on; return the state of these rows.
 
         The head's last ones before such a text are those of another text's next token: they change drafts alone.
         """
-        hidden, context = self.norm(weights, x), ExtendContext(cache, cursor)
+        hidden, context = self.states(weights, x, read), ExtendContext(cache, cursor)
         self._apply(weights, jnp.roll(tokens, -1)[None], hidden, context)
         return hidden[0, last], context.cache
 
@@ -285,12 +317,23 @@ class DraftPrograms:
 
     def _likeliest(self, weights: dict[str, Trees], states: Float[Array, "M D"], ranks: Ranks) -> Int[Array, " M"]:
         """Return the head's most likely tokens, among those that drafts read."""
+        states = self._merged(weights).output(states)
         if WORDS not in weights:
             return jnp.argmax(self.logits(weights, states, ranks), axis=-1).astype(jnp.int32)
         _, words = weights[WORDS]
-        output = merge_module(self._graphdefs.output, *weights[self._graphdefs.output_name])
-        logits = project(with_low_rank(output, states, ranks), words["matrix"], jnp.float32)
+        if not self._own_words:
+            output = merge_module(self._graphdefs.output, *weights[self._graphdefs.output_name])
+            states = with_low_rank(output, states, ranks)
+        logits = project(states, words["matrix"], jnp.float32)
         return words["tokens"][jnp.argmax(logits, axis=-1)]
+
+    def states(self, weights: dict[str, Trees], x: Float[Array, "1 T D"], read: Read) -> Float[Array, "1 T D"]:
+        """Return the states that the head reads of tokens, from the last layer's output and inputs of `taps`."""
+        if not read:
+            return self.norm(weights, x)
+        head = self._merged(weights)
+        assert isinstance(head, EagleHead)
+        return head.combine(read)
 
     def norm(self, weights: dict[str, Trees], x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Return the model's final norm."""
@@ -304,8 +347,10 @@ class DraftPrograms:
 
     def _apply(self, weights: dict[str, Trees], tokens: Int[Array, "1 T"], hidden: Array, context: Any) -> Array:
         embed = merge_module(self._graphdefs.embed_tokens, *weights["embed_tokens"])
-        head: DraftHead = merge_module(self._head, *weights[HEAD])
-        return head(embed(tokens, self._dtype), hidden, context)
+        return self._merged(weights)(embed(tokens, self._dtype), hidden, context)
+
+    def _merged(self, weights: dict[str, Trees]) -> DraftHead | EagleHead:
+        return merge_module(self._head, *weights[HEAD])
 
 
 def rows_cursor(

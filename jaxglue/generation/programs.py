@@ -34,7 +34,6 @@ from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan, ring_table
 from jaxglue.generation.sampling import Controls, Counts, Features, Sampled, sample, with_trained
 from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import PackedContext
-from jaxglue.models.draft import with_head_layer
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.attention.tiles import key_tile
@@ -77,7 +76,7 @@ class EngineSlots:
     counts: Counts | None
     """Counts of tokens in all slots; None without penalties."""
     hidden: Float[Array, "S D"] | None = None
-    """The model's state before each last token, after its final norm; None without drafts."""
+    """The state that a head reads of the token before each last one; None without drafts."""
     kept: Int[Array, " S"] | None = None
     """Tokens of each that recurrent layers have not applied to their states; None without drafts."""
 
@@ -193,14 +192,15 @@ class EnginePrograms:
         self._drafts = None if drafting is None else DraftPrograms(drafting, graphdefs, config, dtype)
         self.rows = 1 if drafting is None else drafting.rows
         """Tokens of a sequence in a step, at most."""
-        self.cached = config if drafting is None else with_head_layer(config)
+        self.cached = config if drafting is None else drafting.within(config)
         """Architecture with all layers that have a cache."""
+        self._taps = () if drafting is None else drafting.taps
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         kinds = [*zip(graphdefs.layers, fp8_layers, strict=True)]
         layer_types = {kind: CachedLayer(kind[0], fp8=kind[1], exact=exact) for kind in kinds}
         self._layers = [layer_types[kind] for kind in kinds]
         self._output_name = graphdefs.output_name
-        self.windows = tuple(dict.fromkeys(kind.window for kind in config.layer_kinds))
+        self.windows = tuple(dict.fromkeys(kind.window for kind in self.cached.layer_kinds))
         """Windows of attention, None for all tokens: layers with one number their pages alike."""
         self.extends = self.windows == (None,) and all(mixer.extends for mixer in config.mixer_kinds)
         """Whether `extend` serves: all layers have the keys and values of all tokens in numbered pages."""
@@ -224,6 +224,7 @@ class EnginePrograms:
         self._propose = _jit(self._propose_rows, static_argnames=("plan", "drafts"), donate_argnames="cache")
         self._embed_rows = _jit(self._embed_verified, static_argnames="plan")
         self._accept = _jit(self._accept_rows, static_argnames="features")
+        self._combine = _jit(lambda *arguments: self._head.states(*arguments))
         self._catch_up = _jit(self._write_unread, static_argnames="plan", donate_argnames="cache")
         self._remember = jax.jit(_with_states)
         options: dict[str, Any] = {
@@ -253,14 +254,19 @@ class EnginePrograms:
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
         full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
+        read: tuple[Array, ...] = ()
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            if i in self._taps:
+                read += (jnp.copy(x),)  # the layer takes its input's memory
             if full and i == len(caches) - 1:
                 caches[i] = layer.fill(weights, x, caches[i], contexts[i], places)
             else:
                 x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
         if self._drafts is None:
             return caches, None, x
-        last, caches[-1] = self._drafts.prefill(self._drafts.weights(trees), x, tokens, caches[-1], packed, places)
+        last, caches[-1] = self._drafts.prefill(
+            self._drafts.weights(trees), x, read, tokens, caches[-1], packed, places
+        )
         return caches, last, x
 
     def extend(
@@ -279,12 +285,10 @@ class EnginePrograms:
         """
         x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
         cursor = replace(cursor, rope=rope)
-        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
-            x, caches[i] = layer.extend(weights, x, caches[i], cursor)
+        x, read = self._through("extend", trees, x, caches, cursor, layer_inputs)
         if self._drafts is None:
             return caches, None, x
-        states, caches[-1] = self._drafts.extend(self._drafts.weights(trees), x, tokens, cursor, last, caches[-1])
+        states, caches[-1] = self._drafts.extend(self._drafts.weights(trees), x, read, tokens, cursor, last, caches[-1])
         return caches, states, x
 
     def see(self, trees: Trees, patches: Patches) -> Float[Array, "B I D"]:
@@ -364,7 +368,8 @@ class EnginePrograms:
         for layer in set(self._layers):
             programs += [layer.prefill, layer.fill, layer.decode, layer.extend, layer.verify, layer.settle]
         if self._drafts:
-            programs += [self._drafts.prefill, self._propose, self._embed_rows, self._accept, self._catch_up]
+            programs += [self._drafts.prefill, self._propose, self._embed_rows, self._accept]
+            programs += [self._combine, self._catch_up]
         compiled = sum(program.compilations() for program in programs)
         return compiled + sum(function._cache_size() for function in functions)
 
@@ -416,11 +421,12 @@ class EnginePrograms:
         caches, unread = list(caches), None
         if sequences.hidden is not None:
             unread = UnreadRows(hidden=sequences.hidden, tokens=sequences.tokens, positions=sequences.positions - 1)
-        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
-            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
-            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
+        x, read = self._through("decode", trees, x, caches, cursor, layer_inputs)
         output = _part(trees, "norm"), _part(trees, self._output_name)
         sequences, sampled = self._advance(*output, x, sequences, window, masks, features=features)
+        if read:
+            hidden = self._combine(self._head.weights(trees), x, read)[0]
+            sequences = replace(sequences, hidden=hidden.astype(_states_of(sequences).dtype))
         return sequences, caches, (sampled, unread)
 
     @staticmethod
@@ -477,7 +483,7 @@ class EnginePrograms:
         kept, S = slots.kept, len(slots.live)
         own = jnp.where(kept > 0, jnp.arange(S), S - 1)  # others may have a prompt's states already
         places = Places(pages=(), offsets=jnp.zeros_like(kept), slots=own, windows=())
-        rope = self._config.rope_tables(slots.positions[None])
+        rope = self.cached.rope_tables(slots.positions[None])
         x = jnp.zeros((1, S, self._config.stream_width), self._dtype)  # which nothing reads
         cursor = Cursor(places=places, tables=(), slots=own, positions=slots.positions, rope=rope, kept=kept)
         caches = list(caches)
@@ -515,11 +521,24 @@ class EnginePrograms:
         tokens, caches[-1] = self._propose(weights, sequences, rows, window, caches[-1], plan=plan, drafts=drafts)
         embed_tokens = _part(trees, "embed_tokens")
         x, cursor, layer_inputs = self._embed_rows(embed_tokens, tokens, sequences, rows.kept, window, plan=plan)
-        for i, (layer, own) in enumerate(self._layer_weights(trees)):
-            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
-            x, caches[i] = layer.verify(own, x, caches[i], cursor)
-        sequences, rows, sampled = self._accept(weights, x, tokens, sequences, window, masks, features=features)
+        x, read = self._through("verify", trees, x, caches, cursor, layer_inputs)
+        sequences, rows, sampled = self._accept(weights, x, read, tokens, sequences, window, masks, features=features)
         return sequences, rows, caches, (sampled, None)
+
+    def _through(
+        self, name: str, trees: Trees, x: Array, caches: list[Cache], cursor: Cursor, layer_inputs: Any
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Pass tokens through the programs of this name of all layers, which change the caches.
+
+        Returns:
+            the last layer's output, and the inputs of those that a head reads.
+        """
+        read: tuple[Array, ...] = ()
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            cursor = cursor if layer_inputs is None else replace(cursor, layer_input=layer_inputs[i])
+            read += (x,) if i in self._taps else ()
+            x, caches[i] = getattr(layer, name)(weights, x, caches[i], cursor)
+        return x, read
 
     @property
     def _head(self) -> DraftPrograms:
@@ -558,7 +577,7 @@ class EnginePrograms:
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions, images: Images | None = None):
         embed_tokens = merge_module(self._graphdefs.embed_tokens, *weights)
         x, seen = embed_tokens.see(embed_tokens(tokens, self._dtype), images)
-        return x, self._config.rope_tables(positions), embed_tokens.layer_inputs(tokens, x) or seen or None
+        return x, self.cached.rope_tables(positions), embed_tokens.layer_inputs(tokens, x) or seen or None
 
     def _sample_next(
         self,
@@ -647,13 +666,14 @@ class EnginePrograms:
             window.slots,
             window.ranks,
             kept,
-            self._config.rope_tables(turned.reshape(1, -1)),
+            self.cached.rope_tables(turned.reshape(1, -1)),
         )
 
     def _accept_rows(
         self,
         weights: dict[str, Trees],
         x: Float[Array, "1 M D"],
+        read: tuple[Float[Array, "1 M D"], ...],
         tokens: Int[Array, "B R"],
         sequences: EngineSlots,
         window: DecodeWindow,
@@ -686,7 +706,8 @@ class EnginePrograms:
         live = sequences.live & latest(stays)
         if features.penalties and counts is not None:
             counts = _count(counts, jnp.where(goes, window.slots[:, None], len(counts.seen) - 1), chosen)
-        states = hidden.astype(_states_of(sequences).dtype).reshape(B, R, -1)
+        states = self._head.states(weights, x, read)[0] if read else hidden
+        states = states.astype(_states_of(sequences).dtype).reshape(B, R, -1)
         after = EngineSlots(
             tokens=jnp.where(sequences.live, latest(chosen), sequences.tokens),
             positions=jnp.where(live, sequences.positions + count, 0),

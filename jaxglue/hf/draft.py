@@ -135,14 +135,20 @@ def _check_copies(model: TensorFiles, files: TensorFiles) -> None:
         if copy not in plain.tensors:
             continue
         name = name if name in model.tensors else _EMBEDDING
-        own, info = plain.tensors[copy], model.tensors[name]
-        if (own.shape, own.dtype) != (info.shape, info.dtype) or not all(
-            np.array_equal(plain.read_rows(copy, i, i + _ROWS), model.read_rows(name, i, i + _ROWS))
-            for i in range(0, own.shape[0], _ROWS)
-        ):
+        if not same_rows(plain, copy, model, name):
             raise ValueError(
-                f"{copy} in {own.file} differs from {name}: heads with a vocabulary of their own are not trained"
+                f"{copy} in {plain.tensors[copy].file} differs from {name}: heads with a vocabulary of their own are "
+                "not trained"
             )
+
+
+def same_rows(files: TensorFiles, name: str, others: TensorFiles, other: str) -> bool:
+    """Return whether a matrix in some files equals another in others, of which few rows are read at a time."""
+    own, info = files.tensors[name], others.tensors[other]
+    return (own.shape, own.dtype) == (info.shape, info.dtype) and all(
+        np.array_equal(files.read_rows(name, i, i + _ROWS), others.read_rows(other, i, i + _ROWS))
+        for i in range(0, own.shape[0], _ROWS)
+    )
 
 
 def load_draft(folder: str | Path, config: DecoderConfig, *, dtype: Any, adapter: Path | None = None) -> DraftHead:

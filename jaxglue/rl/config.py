@@ -1,6 +1,7 @@
 """Settings of answers that the model writes in training, and of their rewards, under TRL's names."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxglue.generation.config import Drafts, is_number
@@ -96,8 +97,10 @@ class RolloutConfig(Config):
         Synonyms(**{"0": "off"}),
         Excludes("exact_sampling", "drafts are verified several at a time", _is_on, when=is_number),
     ] = "off"
-    """Tokens that the folder's draft head (MTP) proposes for each step of an answer, all verified together; auto:
-    as many as save time, by the answers under way and how many drafts they accept."""
+    """Tokens that the folder's draft head (MTP), or --draft-model, proposes for each step of an answer, all verified
+    together; auto: as many as save time, by the answers under way and how many drafts they accept."""
+    draft_model: Annotated[Path | None, Requires(("drafts",), "it drafts")] = None
+    """Folder of a draft head of EAGLE-3's kind for the model that trains, such as jaxglue draft writes."""
     history: Literal["append", "branch"] = "append"
     """What a turn of an episode follows: all tokens before it as they were written, or what the chat template makes of
     the messages, which may drop earlier thinking; each turn is then a row of its own."""

@@ -16,6 +16,7 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.layer import add_trees
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.draft import find_draft, load_draft, published_tensors
+from jaxglue.hf.eagle import open_eagle
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.draft import DraftHead, build_draft, parameter_name
@@ -72,12 +73,17 @@ def plan_draft(config: TrainConfig, workload: Workload) -> DraftPlan | None:
 
 def _check_drafts(config: TrainConfig, workload: Workload) -> None:
     """Raise ValueError for answers that are to be drafted on several devices, or by a head that is not there."""
-    drafts = config.rollouts.drafts if workload.objective.needs_rollouts else "off"
+    if not workload.objective.needs_rollouts:
+        return
+    drafts, own = config.rollouts.drafts, config.rollouts.draft_model
+    if own is not None:
+        open_eagle(own, config.model.folder, workload.config)
     if drafts in ("off", "auto"):
         return
     if workload.mesh.devices > 1:
         raise ValueError(f"--drafts {drafts} runs on one GPU, and --mesh {workload.mesh} names {workload.mesh.devices}")
-    find_draft(config.model.folder, workload.config)
+    if own is None:
+        find_draft(config.model.folder, workload.config)
 
 
 class Acceptance(NamedTuple):

@@ -117,8 +117,9 @@ class TrainedPolicy:
         trees, self._head = (state.trainable, state.frozen), None
         if run.mesh.devices == 1:  # otherwise a number of drafts is refused, and auto means none
             drafts: Drafts = "off" if run.workload.exact else plan.config.drafts
-            self._head = load_head(drafts, run.base.folder, run.model, parts.graphdefs, trees, dtype=run.dtype)
-        options: dict[str, Any] = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
+            options: dict[str, Any] = {"dtype": run.dtype, "own": plan.config.draft_model}
+            self._head = load_head(drafts, run.base.folder, run.model, parts.graphdefs, trees, **options)
+        options = {"attention": run.workload.attention, "as_written": True, "exact": run.workload.exact}
         options["drafting"] = self._head and self._head.drafting
         self._engine = Engine(parts.graphdefs, run.model, dtype=run.dtype, **options)
         self._drafts = DraftCounts()
