@@ -19,10 +19,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import harmonic_mean
 from threading import Timer
 from typing import Any
 
@@ -36,7 +38,7 @@ import jaxglue
 from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data, read_vision
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.training.callbacks import Callback
+from jaxglue.training.record import read_metrics
 
 SEEING = Path(__file__).resolve().parent.parent / "jaxglue" / "recipes" / "quickstart" / "seeing"
 TINY_TOWER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128}
@@ -45,17 +47,6 @@ QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 PEER = Path(__file__).parent / "peers" / "vision.py"
 SHORT = {"largest": 640, "most_words": 384}
 """Of rows whose image and text have fewer than 800 tokens."""
-
-
-class Clock(Callback):
-    """Notes when each step's values are known."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step(self, step: int, values: Any) -> None:
-        """Note the time."""
-        self.times.append(time.perf_counter())
 
 
 def make_model(folder: Path, shape: str) -> Path:
@@ -121,35 +112,39 @@ def as_texts(path: Path, lengths: list[int]) -> Path:
 
 
 def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
-    """Train for the epochs; return tokens per second of each, but for the first steps and padding, and peak memory."""
-    clock, output = Clock(), folder / "run"
+    """Train for the epochs; return tokens per second of each, but for the first steps and padding, and peak memory.
+
+    Rates are those of the loop, which notes when each step ends; rows have about as many tokens each.
+    """
+    output = folder / "run"
     summary = jaxglue.train(
         model=str(model),
         random_weights=True,
         data=[str(data)],
         seq_len=args.seq_len,
         epochs=args.epochs,
-        log_every=1000,
+        log_every=1,
         eval_every=100_000,
         output=str(output),
         overwrite=True,
         cache_dir=str(folder / "cache"),
-        callbacks=[clock],
         **settings,
     )
     assert summary is not None
-    steps = len(clock.times) // args.epochs
-    spans = np.diff(clock.times)
     tokens = int(read_documents(model, data, args, folder).lengths.sum())
     plan = dict(json.loads((output / "plan.json").read_text())["rows"])
-    epochs = [spans[max(3, epoch * steps) : (epoch + 1) * steps - 1] for epoch in range(args.epochs)]
+    logged = [row for row in read_metrics(output / "metrics.jsonl") if "tokens_per_second" in row]
+    epochs = [
+        [row["tokens_per_second"] for row in logged if row["step"] > 3 and epoch < row["epoch"] <= epoch + 1]
+        for epoch in range(args.epochs)
+    ]
     return {
-        "tokens_per_second": [tokens / steps / float(np.mean(part)) if len(part) else None for part in epochs],
-        "best_step_ms": float(spans[3:].min() * 1e3),
-        "steps_an_epoch": steps,
+        "tokens_per_second": [harmonic_mean(rates) if rates else None for rates in epochs],
+        "steps_an_epoch": max(row["step"] for row in logged) / args.epochs,
         "tokens": tokens,
         "peak_gib": summary.peak_memory_gb * 1e9 / 2**30,
         "losses": [summary.first_loss, summary.last_loss],
+        "gpu": jax.devices()[0].device_kind,
         "startup_seconds": summary.startup_seconds,
         "planned": {name: plan[name] for name in ("remat", "memory", "step time") if name in plan},
     }
@@ -168,7 +163,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of training, as train_vision=all")
     parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
     parser.add_argument("--peer-path", type=Path, help="folder of its packages, in the place of PYTHONPATH")
-    parser.add_argument("--peer-limit", type=float, default=240.0, help="seconds after which the peer is killed")
+    parser.add_argument("--peer-limit", type=float, default=400.0, help="seconds after which the peer is killed")
     parser.add_argument("--peer-engine", choices=("unsloth", "peft"), default="unsloth")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -194,14 +189,9 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
         if rows == "texts":
             lengths = read_documents(model, files["pictures"], args, folder).lengths.tolist()
             files["texts"] = as_texts(folder / "texts.jsonl", lengths)
-        found = measure(folder, model, files[rows], args, **settings)
-        yield {
-            "rows": rows,
-            "memory_limit": args.memory_limit,
-            "set": args.set,
-            **found,
-            "gpu": jax.devices()[0].device_kind,
-        }
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # JAX sizes its pool of pinned memory once
+            found = pool.submit(measure, folder, model, files[rows], args, **settings).result()
+        yield {"rows": rows, "memory_limit": args.memory_limit, "set": args.set, **found}
 
 
 def parsed(value: str) -> Any:
