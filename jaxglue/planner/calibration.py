@@ -217,10 +217,10 @@ EXPERTS_MULTIPLY = Fitted(
 ADAPTED_EXPERTS = Fitted(120e-6, "s", "H200", "generation_oss_lora_h200.json, rl_oss_h200.json, rl_a3b_fp8_h200.json")
 """Time that live adapters of a layer's experts add, beside reading, to a step of more than `FEW_ADAPTED` tokens."""
 FEW_ADAPTED = Fitted(128, "tokens", "H200", "generation_oss_lora_h200.json")
-EXACT: dict[str, dict[int, Fitted]] = {}
+EXACT = {"H200": {64: Fitted(59.2e-6, "s", "H200", "benchmarks/results/exact_prices_h200.json")}}
 """Time that a layer of Qwen3-8B with adapters adds to a decode step by exact sampling, by GPU and answers at a time:
-(exact − near) / layers of `benchmarks/exact_sampling.py --parts prices`."""
-EXACT_LAYER = 425e6
+(exact − near) / 36 layers."""
+EXACT_LAYER = Fitted(425e6, "bytes", "H200", "benchmarks/results/exact_prices_h200.json")
 """Bytes of a step's weights by layers, there."""
 
 # Memory (`memory`).

@@ -89,17 +89,18 @@ class DecodeCost:
         return float(self.steps(gpu, live).sum() + cached / (fitted.DECODE_READ * gpu.copy) + prompts / gpu.matmul)
 
     def exact_seconds(self, gpu: Gpu, lengths: Int[np.ndarray, " answers"], slots: int) -> float | None:
-        """Return the seconds that exact sampling adds; None for a GPU, or experts, of which they were not measured.
+        """Return the seconds that exact sampling adds; None where they were not measured.
 
-        A layer adds as much as the measured one, as kernels do not begin faster for smaller ones, and a larger one in
-        proportion to its weights.
+        They are measured on some GPUs, of dense models, and of so many answers at a time at most. Fewer answers
+        are taken to add as much, and a layer as much as the measured one, as kernels do not begin faster for smaller
+        ones, or more in proportion to its weights.
         """
-        measured = fitted.EXACT.get(gpu.name)
-        if measured is None or self.experts:
+        measured, live = fitted.EXACT.get(gpu.name, {}), _live(lengths.tolist(), slots)
+        if self.experts or live.max() > max(measured, default=0):
             return None
         streams, seconds = zip(*sorted(measured.items()), strict=True)
         size = max(1.0, self.weights / self.layers / fitted.EXACT_LAYER)
-        return float(self.layers * size * np.interp(_live(lengths.tolist(), slots), streams, seconds).sum())
+        return float(self.layers * size * np.interp(live, streams, seconds).sum())
 
 
 def _is_expert(path: tuple[Any, ...]) -> bool:

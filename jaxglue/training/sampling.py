@@ -172,8 +172,9 @@ def weigh_exact(config: TrainConfig, answers: PredictedAnswers) -> tuple[bool, s
     if reason := _excluded(config) or _why_not_exact(config, workload.config, workload.mesh):
         return False, f"off, it cannot be kept: {reason}"
     if price is None or workload.mesh.devices > 1:
-        several = "several GPUs" if workload.mesh.devices > 1 else answers.gpu.name
-        return False, f"off, its price on {several} is not measured for such a model; {_TAKES}"
+        where = "several GPUs" if workload.mesh.devices > 1 else answers.gpu.name
+        what = f"{min(answers.cache.slots, len(answers.lengths))} answers at a time of such a model on {where}"
+        return False, f"off, its price for {what} is not measured; {_TAKES}"
     if price.share > MOST_EXACT:
         return False, f"off, {price}, above {MOST_EXACT:.0%}; {_TAKES}"
     return True, f"on, {price}"

@@ -11,6 +11,7 @@ import pytest
 from jaxglue.generation.pages import token_bytes
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.calibration import EXACT, EXACT_LAYER
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.sampling import DecodeCost, _live
 from jaxglue.planner.workload import Workload
@@ -44,6 +45,26 @@ def test_predictions_are_near_recorded_steps(file, gpu, shape, quantize, within,
     cost = cost_of(SHAPES[shape], quantize)
     seconds = cost.seconds(find_gpu(gpu), forced_lengths(512, 1024), PROMPT, 8, 512)
     assert seconds == pytest.approx(run["ended"]["all"], rel=within)  # programs compiled beside the first step follow
+
+
+def test_the_price_of_exact_sampling_is_that_of_the_file(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    from shapes import SHAPES
+
+    for streams, seconds in EXACT["H200"].items():
+        rows = json.loads((RESULTS / "exact_prices_h200.json").read_text())["results"]["prices"]
+        (row,) = (row for row in rows if row["streams"] == streams)
+        added = 1e-3 * (row["exact, ms a step"] - row["near, ms a step"])
+        assert seconds == pytest.approx(added / SHAPES["qwen3-8b"]["num_hidden_layers"], rel=1e-2)
+    cost = cost_of(SHAPES["qwen3-8b"], "none")
+    assert cost.weights / cost.layers == pytest.approx(EXACT_LAYER, rel=1e-2)
+    lengths = np.full(64, 10)
+    assert cost.exact_seconds(H200, lengths, 64) == pytest.approx(10 * added, rel=1e-2)
+    assert cost.exact_seconds(H200, lengths, 1) == pytest.approx(640 * added, rel=1e-2)
+    assert cost.exact_seconds(H200, np.full(65, 10), 65) is None
+    assert cost.exact_seconds(find_gpu("H100"), lengths, 64) is None
+    small = replace(cost, weights=cost.weights / 2, layers=cost.layers // 2)
+    assert small.exact_seconds(H200, lengths, 64) == pytest.approx(5 * added, rel=1e-2)
 
 
 def test_few_tokens_read_the_experts_that_they_choose(monkeypatch):

@@ -78,11 +78,8 @@ def weigh(make_exact):
     """weigh(gpu, shape, **settings) → whether auto is on, and why."""
 
     def make(gpu="H200", shape=QWEN3_8B, **settings):
-        config = make_exact(
-            exact_sampling="auto",
-            **{"generation_batch_size": 512, "num_generations": 8, "max_completion_length": 1024, "seq_len": 16384},
-            **settings,
-        )
+        sizes = {"generation_batch_size": 512, "num_generations": 8, "max_completion_length": 1024, "seq_len": 16384}
+        config = make_exact(exact_sampling="auto", **sizes | settings)
         workload = Workload(
             config=config_from_hf(shape),
             batch_size=1,
@@ -114,8 +111,14 @@ def test_auto_takes_what_costs_little_by_what_was_measured(weigh, monkeypatch):
     assert "less" in reason and "old log-probabilities" in reason
 
 
+def test_auto_is_off_where_its_measured_price_is_high(weigh):
+    on, reason = weigh(generation_batch_size=64)
+    assert not on and reason.startswith("off, +29% of a step, predicted: 2.2 s to ~6 s of sampling")
+
+
 def test_auto_is_off_for_gpus_and_models_that_were_not_measured(weigh, monkeypatch):
-    assert weigh() == (False, "off, its price on H200 is not measured for such a model; --exact-sampling on takes it")
+    what = "its price for 512 answers at a time of such a model on H200 is not measured"
+    assert weigh() == (False, f"off, {what}; --exact-sampling on takes it")
     monkeypatch.setattr(calibration, "EXACT", measured(0))
     assert weigh()[0]
     assert "on H100 is not measured" in weigh("H100")[1]

@@ -222,7 +222,7 @@ def _products_in_one_order(x, projections: Sequence[Projection], conditions) -> 
     weights = [projection.weight for projection in projections]
     if not adapters:
         return ordered_products(x, weights), None
-    *products, low_rank = ordered_products(x, [*weights, shared_down(projections)])
+    *products, low_rank = ordered_products(x, weights, joined=[adapter.A for adapter in adapters])
     return products, used_ranks(low_rank, conditions, len(adapters))
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
 from jaxglue.ops.row_sums import FEWEST_ROWS
 
@@ -65,6 +66,7 @@ def ordered_products(
     weights: Sequence[Float[Array, "out in"]],
     dtype=None,
     *,
+    joined: Sequence[Float[Array, "out in"]] = (),
     part: int | None = None,
     backend: str = "auto",
 ) -> list[Float[Array, "*B out"]]:
@@ -76,6 +78,7 @@ def ordered_products(
         x: the input of all.
         weights: matrices, rounded to x's dtype.
         dtype: of the products.
+        joined: further matrices, whose products are the last one, side by side.
         part: columns of a part of the last weight's sums, which are then added one after another; None for whole sums.
         backend: `auto`, `reference` or `triton`; see `ORDERED.choose`.
 
@@ -85,16 +88,18 @@ def ordered_products(
     if wrong := [weight.shape for weight in weights if weight.ndim != 2 or weight.shape[1] != x.shape[-1]]:
         raise ValueError(f"weights must be [out, {x.shape[-1]}] to fit x, got {wrong[0]}")
     rows, dtype = x.reshape(-1, x.shape[-1]), dtype or x.dtype
-    matrices = [weight.astype(x.dtype) for weight in weights]
+    matrices, others = ([matrix.astype(x.dtype) for matrix in some] for some in (weights, joined))
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
+    if others and (kernels is None or "joined products in one order" in backends.UNTRIED):
+        matrices, others = [*matrices, jnp.concatenate(others)], []
     if kernels is None:
         products = [_multiply(rows, matrix, dtype) for matrix in matrices]
         if part is not None:
             products[-1] = _multiply_in_parts(rows, matrices[-1], dtype, part)
     else:
-        *others, last = batched(matrices, _WEIGHTS)
-        products = [product for several in others for product in kernels.multiply(rows, several, dtype)]
-        products += kernels.multiply(rows, last, dtype, part)
+        *launches, last = batched(matrices, _WEIGHTS)
+        products = [product for several in launches for product in kernels.multiply(rows, several, dtype)]
+        products += kernels.multiply(rows, (*last, *others), dtype, part, max(len(others), 1))
     return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 

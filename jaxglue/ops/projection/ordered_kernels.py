@@ -5,6 +5,8 @@ program has a part of it: a row has the same bits among few rows as among many, 
 rows. Rows of x are divided among programs where those of weights would leave multiprocessors idle.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -29,47 +31,69 @@ def _add_steps(acc, x, w, rows, n, first, last, K: tl.constexpr, BLOCK_K: tl.con
     return acc
 
 
+@dataclass(frozen=True, kw_only=True)
+class OrderedSpec:
+    """Constants of `ordered_kernel`; tuples have a value for each weight."""
+
+    M: int
+    K: int
+    widths: tuple[int, ...]
+    """Rows of the weight."""
+    firsts: tuple[int, ...]
+    """Its first tile."""
+    tiles: int
+    """Of all weights."""
+    outs: tuple[int, ...]
+    """Number of the output that has its products."""
+    columns: tuple[int, ...]
+    """First of them there."""
+    strides: tuple[int, ...]
+    """Columns of that output."""
+    part: int | None
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+
+
 @triton.jit
-def ordered_kernel(
-    x, weights, outs,
-    M: tl.constexpr, K: tl.constexpr, N_0: tl.constexpr, N_1: tl.constexpr, N_2: tl.constexpr, N_3: tl.constexpr,
-    COUNT: tl.constexpr, PART: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Compute x·Wᵀ of COUNT weights [N_i, K], each in tiles of its own; x [M, K], outs [M, N_i].
+def ordered_kernel(x, weights, outs, spec: tl.constexpr):
+    """Compute x·Wᵀ of several weights [N_i, K], each in tiles of its own; x [M, K], outs [M, strides_i].
 
-    With PART, sums of the last weight are of so many columns, and then added one after another.
+    With a part, sums of the last weight are of so many columns, and then added one after another.
 
-    Grid (tiles of all weights · M / BLOCK_M): programs that run together have the same weights, and of many rows at
-    most GROUP blocks, which the L2 cache holds.
+    Grid (tiles of all weights · M / block_m): programs that run together have the same weights, and of many rows at
+    most `group` blocks, which the L2 cache holds.
     """
-    TILES_0: tl.constexpr = (N_0 + BLOCK_N - 1) // BLOCK_N
-    TILES_1: tl.constexpr = (N_1 + BLOCK_N - 1) // BLOCK_N
-    TILES_2: tl.constexpr = (N_2 + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = TILES_0 + TILES_1 + TILES_2 + (N_3 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    K: tl.constexpr = spec.K
+    COUNT: tl.constexpr = len(spec.widths)
+    BLOCKS: tl.constexpr = (spec.M + spec.block_m - 1) // spec.block_m
+    STEPS: tl.constexpr = (K + spec.block_k - 1) // spec.block_k
     program = tl.program_id(0)
-    group = program // (GROUP * TILES) * GROUP
-    size = tl.minimum(BLOCKS - group, GROUP)
-    tile, block = program % (GROUP * TILES) // size, group + program % (GROUP * TILES) % size
-    w, out, first, N = weights[0], outs[0], 0, N_0
+    group = program // (spec.group * spec.tiles) * spec.group
+    size = tl.minimum(BLOCKS - group, spec.group)
+    tile = program % (spec.group * spec.tiles) // size
+    block = group + program % (spec.group * spec.tiles) % size
+    w, out, first, N, stride = weights[0], outs[0], 0, spec.widths[0], spec.strides[0]
     for i in tl.static_range(1, COUNT):
-        before = TILES_0 if i == 1 else TILES_0 + TILES_1 if i == 2 else TILES_0 + TILES_1 + TILES_2
-        if tile >= before:
-            w, out, first, N = weights[i], outs[i], before, N_1 if i == 1 else N_2 if i == 2 else N_3
-    n, rows = (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N), block * BLOCK_M + tl.arange(0, BLOCK_M)
+        if tile >= spec.firsts[i]:
+            w, out = weights[i], outs[spec.outs[i]] + spec.columns[i]
+            first, N, stride = spec.firsts[i], spec.widths[i], spec.strides[i]
+    n, rows = (
+        (tile - first) * spec.block_n + tl.arange(0, spec.block_n),
+        block * spec.block_m + tl.arange(0, spec.block_m),
+    )
     # Rows beyond a matrix are other rows, whose products are not stored.
-    n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, M - 1)
-    acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    if PART is None:
-        acc = _add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, BLOCK_K)
+    n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, spec.M - 1)
+    acc = tl.full((spec.block_n, spec.block_m), 0.0, tl.float32)
+    if spec.part is None:
+        acc = _add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, spec.block_k)
     else:
-        LAST: tl.constexpr = 0 if COUNT == 1 else TILES_0 if COUNT == 2 else TILES_0 + TILES_1 + (COUNT == 4) * TILES_2
-        length = tl.where(tile >= LAST, PART // BLOCK_K, STEPS)
+        length = tl.where(tile >= spec.firsts[COUNT - 1], spec.part // spec.block_k, STEPS)
         for step in range(0, STEPS, length):
-            own = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-            own = _add_steps(own, x, w, rows_inside, n_inside, step, tl.minimum(step + length, STEPS), K, BLOCK_K)
+            last = tl.minimum(step + length, STEPS)
+            own = tl.full((spec.block_n, spec.block_m), 0.0, tl.float32)
+            own = _add_steps(own, x, w, rows_inside, n_inside, step, last, K, spec.block_k)
             acc = tl.where(step == 0, own, acc + own)
-    at = rows.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < M)[None, :] & (n < N)[:, None])
+    at = rows.to(tl.int64)[None, :] * stride + n[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < spec.M)[None, :] & (n < N)[:, None])

@@ -11,10 +11,8 @@ from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
-from jaxglue.ops.projection.ordered_kernels import ordered_kernel
+from jaxglue.ops.projection.ordered_kernels import OrderedSpec, ordered_kernel
 
-MOST_WEIGHTS = 4
-"""Weights of a launch."""
 _GROUP = 8
 """Blocks of rows that programs of the same weights share in the L2 cache."""
 
@@ -46,9 +44,17 @@ class TritonOrdered(Launcher):
     """Tiles; None takes `tiles_of`."""
 
     def multiply(
-        self, x: Float[Array, "M K"], weights: tuple[Float[Array, "N K"], ...], dtype, part: int | None = None
+        self,
+        x: Float[Array, "M K"],
+        weights: tuple[Float[Array, "N K"], ...],
+        dtype,
+        part: int | None = None,
+        joined: int = 1,
     ) -> list[Float[Array, "M N"]]:
-        """Return x·Wᵀ of each weight in `dtype`; see `ordered_products` for `part`."""
+        """Return x·Wᵀ of each weight in `dtype`, those of the last `joined` weights side by side.
+
+        See `ordered_products` for `part`.
+        """
         (M, K), sizes = x.shape, [len(weight) for weight in weights]
         tiles = self.tiles or tiles_of(M, sizes, in_parts=part is not None)
         tiles = replace(
@@ -56,16 +62,30 @@ class TritonOrdered(Launcher):
             block_m=min(tiles.block_m, max(16, triton.next_power_of_2(M))),
             block_k=min(tiles.block_k, max(16, triton.next_power_of_2(K))),
         )
-        outs = tuple(jax.new_ref(jax.lax.empty((M, size), dtype)) for size in sizes)
-        constants: dict[str, int | None] = {f"N_{i}": sizes[i] if i < len(sizes) else 0 for i in range(MOST_WEIGHTS)}
         assert part is None or part % tiles.block_k == 0
-        constants |= {"M": M, "K": K, "PART": part, "COUNT": len(sizes), "GROUP": _GROUP}
-        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+        alone = len(sizes) - joined
+        widths = [*sizes[:alone], sum(sizes[alone:])]
+        outs = tuple(jax.new_ref(jax.lax.empty((M, width), dtype)) for width in widths)
+        spec = OrderedSpec(
+            M=M,
+            K=K,
+            widths=tuple(sizes),
+            firsts=tuple(sum(triton.cdiv(size, tiles.block_n) for size in sizes[:i]) for i in range(len(sizes))),
+            tiles=sum(triton.cdiv(size, tiles.block_n) for size in sizes),
+            outs=tuple(min(i, alone) for i in range(len(sizes))),
+            columns=tuple(sum(sizes[alone:i]) for i in range(len(sizes))),
+            strides=tuple(widths[min(i, alone)] for i in range(len(sizes))),
+            part=part,
+            block_m=tiles.block_m,
+            block_n=tiles.block_n,
+            block_k=tiles.block_k,
+            group=_GROUP,
+        )
         grid = (programs_of(M, sizes, tiles),)
         moved = (M + sum(sizes)) * K * x.dtype.itemsize + M * sum(sizes) * jnp.dtype(dtype).itemsize
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
         launched = tiles.num_warps, tiles.num_stages
-        self._launch(ordered_kernel, (x, weights, outs), (), grid, constants, *launched, cost=cost)
+        self._launch(ordered_kernel, (x, weights, outs), (), grid, {"spec": spec}, *launched, cost=cost)
         return [jax.freeze(out) for out in outs]
 
 
