@@ -113,8 +113,12 @@ def _read_shape(folder: Path, model: DecoderConfig) -> EagleShape:
         raise ValueError(f"the model has {reason}")
     file = folder / "config.json"
     raw = read_json(file)
-    if raw.get("speculators_model_type", "eagle3") != "eagle3" or raw.get("norm_before_fc"):
-        raise ValueError(f"{file} is of no EAGLE-3 head: speculators_model_type {raw.get('speculators_model_type')!r}")
+    if (kind := raw.get("speculators_model_type", "eagle3")) != "eagle3":
+        raise ValueError(f"{file} is of a head of the kind {kind!r:.50}: those of EAGLE-3 are read")
+    if raw.get("norm_before_fc"):
+        raise ValueError(
+            f"{file}: norm_before_fc is not supported: use a head without it, or train one (jaxglue draft)"
+        )
     if "draft_vocab_size" not in raw:
         raise ValueError(f"{file} lacks draft_vocab_size: {folder} holds no EAGLE-3 head (jaxglue draft trains one)")
     fields = raw.get("transformer_layer_config", raw)

@@ -73,7 +73,7 @@ def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult:
     shape = new_shape(raw, model)  # before weights load
     if config.seq_len > model.max_position_embeddings:
         raise ValueError(
-            f"--seq-len {config.seq_len:,} is above the model's limit of {model.max_position_embeddings:,}"
+            f"--seq-len {config.seq_len:,} is above the model's limit of {model.max_position_embeddings:,}: lower it"
         )
     assistant = Assistant(config)
     texts, held_out = draft_texts(config, assistant)

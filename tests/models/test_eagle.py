@@ -109,6 +109,8 @@ def test_folders_of_other_heads_are_refused(drawn_model, tmp_path):
     raw = json.loads(file.read_text())
     cases = {
         "lacks draft_vocab_size": {"draft_vocab_size": None},
+        "of the kind 'peagle'": {"speculators_model_type": "peagle"},
+        "norm_before_fc is not supported": {"norm_before_fc": True},
         "one Llama layer": {"num_hidden_layers": 2},
         "head_dim is 4, and the model's 8": {"head_dim": 4},
         "three of the model's 4 layers": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
