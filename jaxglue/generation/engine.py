@@ -526,9 +526,9 @@ class DecodeBatch:
         if self._under_way and (not work or len(self._under_way) > 1):
             yield from self._receive(self._under_way.popleft())
 
-    def widest(self, count: int, *, as_fast: bool) -> int:
-        """Return to how many answers a window is best filled up; arguments as of `WindowSizes.widest`."""
-        return self._plan.slots if self._latest is None else self._latest.widest(count, as_fast=as_fast)
+    def widest(self, count: int) -> int:
+        """Return to how many answers a window is best filled up, as `WindowSizes.widest` does."""
+        return self._plan.slots if self._latest is None else self._latest.widest(count)
 
     def _dispatch(self, work: SchedulerOutput) -> "_Window":
         """Start the prefill and the window; return it with its results to come."""
