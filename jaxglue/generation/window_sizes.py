@@ -85,13 +85,15 @@ class WindowSizes:
         """Return the largest size to which windows are filled up.
 
         It takes about as long as the smallest one, or gives `count` answers, which all want to decode, more tokens a
-        second than the next smaller one. The first size of which the time is not known may be filled, so that it
-        becomes known, and none beyond.
+        second than the next smaller one. The smallest size of which the time is not known is filled, so that it becomes
+        known, and none beyond.
         """
         sizes = self._for(1)
         for smaller, larger in pairwise(sizes):
             least, before, time = (self.times.of(self, size) for size in (sizes[0], smaller, larger))
-            if least is None or before is None or time is None:
+            if least is None or before is None:
+                return smaller
+            if time is None:
                 return larger
             if time > _SLOWER * least and min(count, larger) / time < _GAIN * min(count, smaller) / before:
                 return smaller

@@ -205,3 +205,11 @@ def test_work_of_others_has_the_thread_between_windows(service):
     asker = Asker(service)
     asker.ask("still answers", Request([5], replace(SAMPLED, max_tokens=2)))
     asker.wait(1)
+
+
+def test_times_of_windows_that_none_precedes_are_known(service):
+    asker = Asker(service)
+    for number in range(3):  # of which the first does not count
+        asker.ask(number, Request([5], replace(SAMPLED, max_tokens=2)))
+        asker.wait(1)
+    assert service._batch._latest.seconds(1) is not None
