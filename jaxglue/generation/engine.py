@@ -458,7 +458,7 @@ class DecodeBatch:
         self._drafted = 0
         """Drafts of the last window's steps."""
         self._received: float | None = None
-        """When the window under way began: the results of the one before, or its prompts, had come; None if unknown."""
+        """When the window under way began: those before it, and its prompts, had passed; None if unknown."""
         self._latest: WindowSizes | None = None
         """Programs of the windows that decode now."""
         _OPEN.add(self)
@@ -522,13 +522,16 @@ class DecodeBatch:
         """
         work = None if self._scheduler.is_done else self._scheduler.next(resting)
         if work:
-            self._under_way.append(self._dispatch(work))
+            window = self._dispatch(work)
+            if not self._under_way:
+                self._received = monotonic()  # nothing is before it
+            self._under_way.append(window)
         if self._under_way and (not work or len(self._under_way) > 1):
             yield from self._receive(self._under_way.popleft())
 
-    def widest(self, count: int, *, as_fast: bool) -> int:
-        """Return to how many answers a window is best filled up; arguments as of `WindowSizes.widest`."""
-        return self._plan.slots if self._latest is None else self._latest.widest(count, as_fast=as_fast)
+    def widest(self, count: int) -> int:
+        """Return to how many answers a window is best filled up, as `WindowSizes.widest` does."""
+        return self._plan.slots if self._latest is None else self._latest.widest(count)
 
     def _dispatch(self, work: SchedulerOutput) -> "_Window":
         """Start the prefill and the window; return it with its results to come."""

@@ -2,11 +2,13 @@
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import pairwise
+from statistics import median_low
 from time import monotonic
 from typing import Any
 
@@ -15,29 +17,29 @@ _SMALLEST_SIZE, _STEP = 8, 64
 """Sequences below which a window takes hardly less time, and from which it takes less for each such number left out."""
 _PARTS = 8
 """A part of the slots of which multiples are compiled where it is above `_STEP`, and below which nothing is."""
-_KNOWN_FOR, _LATEST = 60.0, 0.3
-"""Seconds for which the time of a size is known, and the weight of its latest window."""
+_KNOWN_FOR, _LATEST = 60.0, 7
+"""Seconds for which the time of a size is known, and windows of which it is the median."""
 _SLOWER, _GAIN = 1.25, 1.1
 """Time of a window, relative to a smaller one's, that is as good; tokens a second, likewise, that are more."""
 
 
 class WindowTimes:
-    """Seconds of windows by size, as the latest ones took: of each kind, and of any other where those are not known."""
+    """Seconds of windows by size, medians of the latest: of each kind, and of any other where these are not known."""
 
     def __init__(self) -> None:
-        self._times = dict[tuple[Hashable, int], tuple[float, float]]()
-        """Seconds, and when they were known."""
+        self._times = dict[tuple[Hashable, int], tuple[deque[float], float]]()
+        """Seconds of the latest windows, and when the last one was noted."""
 
     def note(self, kind: Hashable, size: int, seconds: float) -> None:
         """Note what a window took."""
-        before = self.own(kind, size)
-        mean = seconds if before is None else before + _LATEST * (seconds - before)
-        self._times[kind, size] = mean, monotonic()
+        latest = deque[float](maxlen=_LATEST) if self.own(kind, size) is None else self._times[kind, size][0]
+        latest.append(seconds)
+        self._times[kind, size] = latest, monotonic()
 
     def own(self, kind: Hashable, size: int) -> float | None:
         """Return what windows of this kind take; None where that is not known, or was long ago."""
-        seconds, when = self._times.get((kind, size), (None, 0.0))
-        return seconds if monotonic() - when < _KNOWN_FOR else None
+        latest, when = self._times.get((kind, size), ((), 0.0))
+        return median_low(latest) if latest and monotonic() - when < _KNOWN_FOR else None
 
     def of(self, kind: Hashable, size: int) -> float | None:
         """Return what windows of this size take, of this kind where that is known."""
@@ -79,21 +81,21 @@ class WindowSizes:
         sizes = self._for(count)
         return self.times.own(self, sizes[0]) if sizes else None
 
-    def widest(self, count: int, *, as_fast: bool) -> int:
-        """Return the largest size to which windows of `count` answers, or more, may be filled up.
+    def widest(self, count: int) -> int:
+        """Return the largest size to which windows are filled up.
 
-        Args:
-            count: answers that decode in any case.
-            as_fast: up to the size whose windows take about as long; otherwise up to that from which larger ones hardly
-                give more tokens a second. The first size of which that is not known may be filled, so that it becomes
-                known, and none beyond.
+        It takes about as long as the smallest one, or gives `count` answers, which all want to decode, more tokens a
+        second than the next smaller one. The smallest size of which the time is not known is filled, so that it becomes
+        known, and none beyond.
         """
-        sizes = self._for(count)
+        sizes = self._for(1)
         for smaller, larger in pairwise(sizes):
-            least, time = (self.times.of(self, size) for size in (sizes[0] if as_fast else smaller, larger))
-            if least is None or time is None:
+            least, before, time = (self.times.of(self, size) for size in (sizes[0], smaller, larger))
+            if least is None or before is None:
+                return smaller
+            if time is None:
                 return larger
-            if time > least * (_SLOWER if as_fast else larger / smaller / _GAIN):
+            if time > _SLOWER * least and min(count, larger) / time < _GAIN * min(count, smaller) / before:
                 return smaller
         return self._slots
 

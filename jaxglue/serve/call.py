@@ -115,7 +115,7 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
     shown = without_images(messages)
     if shown != messages and not host.sees:
         raise BadRequestError("this model sees no images: send text alone", parameter="messages")
-    is_large = len(shown) + (len(tools) if isinstance(tools, list) else 0) > _MANY
+    is_large = len(shown) + (len(tools) if isinstance(tools, list) else 0) > _MANY or any(map(_is_long, shown))
     dump = partial(json.dumps, [shown, tools], ensure_ascii=False)
     text = await paced(dump) if is_large else dump()
     await beside(len(text), require_short, voice.tokenizer, text, _HIDDEN * length)
@@ -136,6 +136,14 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
         return _encoded(host, body, chat, voice, length)
 
     return await beside(len(text), encode) if is_long(len(text)) or host.sees else encode()
+
+
+def _is_long(message: dict[str, Any]) -> bool:
+    """Return whether a message's content, which is not checked yet, has a long text."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return any(isinstance(text, str) and is_long(len(text)) for text in texts)
 
 
 _MANY = 4096

@@ -18,8 +18,8 @@ _LARGEST_BODY, _BODY_SECONDS = 4 * 2**20, 60.0
 _LARGE_BODY = 2**18
 """Bytes of a body that takes more than some milliseconds to parse."""
 _LARGEST_WITH_IMAGES = 16 * 2**20
-_MOST_CONTAINERS = 2**18
-"""Lists and objects of a body, each of which takes a microsecond, at most."""
+_MOST_CONTAINERS = _LARGE_BODY
+"""Lists and objects of a body, each of which takes a microsecond, at most; a body that is not large has fewer."""
 _MOST_ANSWERS, MOST_PROMPTS, MOST_IMAGES, MOST_PAIRS = 16, 128, 16, 64
 MOST_LIKELY = 20
 """Likely tokens beside each of an answer's, at most."""
@@ -124,10 +124,8 @@ async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = F
     except TimeoutError:
         raise BadRequestError(f"the body takes more than {_BODY_SECONDS:.0f} s", 408) from None
     content = b"".join(parts)
-    if (count := content.count(b"[") + content.count(b"{")) > _MOST_CONTAINERS:
-        raise BadRequestError(f"the body has about {count:,} lists and objects: at most {_MOST_CONTAINERS:,} are read")
     try:
-        body = await paced(json.loads, content) if len(content) > _LARGE_BODY else json.loads(content)
+        body = await paced(_parsed, content) if len(content) > _LARGE_BODY else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
@@ -142,6 +140,13 @@ async def read_body(http: HttpRequest, known: Collection[str], *, sees: bool = F
             raise BadRequestError(f"unknown parameter: {name:.100}{hint}", parameter=name)
         record_of(http).ignored.append(name)
     return {name: value for name, value in body.items() if name in names}
+
+
+def _parsed(content: bytes) -> Any:
+    """Return the value of a large body; raise BadRequestError for one of too many lists and objects."""
+    if (count := content.count(b"[") + content.count(b"{")) > _MOST_CONTAINERS:
+        raise BadRequestError(f"the body has about {count:,} lists and objects: at most {_MOST_CONTAINERS:,} are read")
+    return json.loads(content)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -26,6 +26,8 @@ _PIECE, _CUT = 16_384, 8
 """Characters of a long text that are tokenized at a time, and tokens that cutting it there may add."""
 _SHARE, _AHEAD = 4, 4
 """A part of the slots that no owner has alone, and answers that wait in the batch for slots that become free."""
+_TURNS = 4
+"""A part of a window for owners' answers that have rested the longest."""
 _TYPICAL, _SHORTEST = 8192, 1024
 """Tokens of a text for which each slot has pages, and to which a default length is lowered at most."""
 _USUAL, _RARE = Features(draws=True), Features(True, top_k=True, top_p=True, min_p=True, penalties=True, biases=True)
@@ -100,6 +102,8 @@ class Service:
         self._most, self._stops, self._engine = most, assistant.stops, assistant.engine
         self._running = dict[int, tuple[Ticket, Sequence]]()
         """Answers in the batch, by their ids."""
+        self._rested, self._tokens = Counter[Sequence](), Counter[Hashable]()
+        """Windows that answers have let go by since their last one, and tokens of those of each owner so far."""
         self._interrupted = dict[int, Ticket]()
         """Tickets of answers that gave up their slots, by the answers' ids."""
         self._waiting = dict[Hashable, deque[tuple[Ticket, Sequence]]]()
@@ -248,8 +252,7 @@ class Service:
     def _fill(self) -> None:
         """Give slots to answers of the owners that have the fewest, and never all slots to one.
 
-        Those beyond an owner's first come as far as windows are filled up, so that neither their prompts nor a large
-        window that takes long keep others waiting.
+        Those beyond an owner's first come as far as windows are filled up: others wait for no prompts of theirs.
         Where none is free, owners that have more than one that waits give up their last ones, which wait again: an
         owner's first answer waits behind none of them.
         """
@@ -266,9 +269,9 @@ class Service:
             running[owner] += self._begin(owner)
 
     def _widest(self, running: Counter[Hashable]) -> int:
-        """Return to how many answers a window of these owners' is filled up."""
+        """Return to how many answers a window of these owners' is filled up: one's alone, or the first of each."""
         owners = sum(map(bool, running.values()))
-        return self._batch.widest(owners, as_fast=owners > 1)
+        return self._batch.widest(owners if owners > 1 else self._most_of_one)
 
     def _begin(self, owner: Hashable) -> bool:
         """Add an owner's next answer to the batch; return whether somebody waits for it."""
@@ -301,9 +304,12 @@ class Service:
 
     def _advance(self) -> None:
         self._end_cancelled()
-        for answer, tokens, finish in self._batch.advance(self._resting()):
+        resting = self._resting()
+        self._rested = Counter({answer: self._rested[answer] + 1 for answer in resting})
+        for answer, tokens, finish in self._batch.advance(resting):
             if (ticket := self._ticket_of(answer)) is None:
                 continue
+            self._tokens[ticket.owner] += len(tokens)
             new = answer.received[-1]
             pairs = zip(new.top_ids.tolist(), new.top_log_probs.tolist(), strict=True)
             top = [list(zip(*pair, strict=True)) for pair in pairs] if answer.request.top_log_probs else []
@@ -312,23 +318,29 @@ class Service:
             if finish:
                 self._forget(ticket, answer)
 
-    def _resting(self) -> set[Sequence]:
-        """Return the answers that let a window go by.
+    def _resting(self) -> list[Sequence]:
+        """Return the answers that let a window go by, where as many as there are would make it slow.
 
-        An owner's first one never does. Further ones fill up windows: beside other owners, to a size that takes about
-        as long; else to that from which larger ones hardly give more tokens a second. Those that have fewer tokens go
-        first.
+        Those that begin do not. Then come the first ones of owners, those that have fewer tokens before others, so that
+        long answers make no short one slow; but a part of the window is for those that have rested the longest.
+        Further ones fill it up.
         """
-        running, further = Counter[Hashable](), list[Sequence]()
+        running, firsts, further, begin = Counter[Hashable](), dict[Sequence, int](), list[Sequence](), 0
         for ticket, answer in self._running.values():
-            if running[ticket.owner]:
-                further.append(answer)
             running[ticket.owner] += 1
-        if not further:
-            return set()
-        room = self._widest(running) - len(running)
+            if answer.slot is None:
+                begin += 1
+            elif answer.waits or answer.ends_under_way:
+                continue
+            elif running[ticket.owner] == 1:
+                firsts[answer] = self._tokens[ticket.owner]
+            else:
+                further.append(answer)
+        begin += min(self._batch.free_slots, 0)  # others wait for a slot yet
+        room = max(self._widest(running) - max(begin, 0), 1)
+        late = sorted(firsts, key=self._rested.__getitem__, reverse=True)[: -(-room // _TURNS)]
         further.sort(key=lambda answer: answer.reach - len(answer.request.prompt))
-        return set(further[max(room, 0) :])
+        return list(dict.fromkeys([*late, *sorted(firsts, key=firsts.__getitem__), *further]))[room:]
 
     def _ticket_of(self, answer: Sequence) -> Ticket | None:
         """Return the ticket of an answer whose tokens came, also after it was interrupted; None if nobody waits."""
@@ -364,7 +376,7 @@ class Service:
             self._open.discard(ticket)
             self._owners[ticket.owner] -= 1
             if not self._owners[ticket.owner]:
-                del self._owners[ticket.owner]
+                del self._owners[ticket.owner], self._tokens[ticket.owner]
 
 
 def _plan(assistant: Assistant, slots: int, length: int | None, memory: float | None) -> tuple[CachePlan, int]:

@@ -39,12 +39,12 @@ def test_times_of_another_kind_of_windows_serve_until_their_own_are_known():
     for size, seconds in ((8, 1.0), (16, 3.0)):
         for _ in range(2):
             usual.note(size, seconds)
-    assert rare.widest(3, as_fast=True) == 8 and rare.seconds(3) is None
+    assert rare.widest(3) == 8 and rare.seconds(3) is None
     for size in (8, 16):
         for _ in range(2):
             rare.note(size, 5.0)
-    assert rare.widest(3, as_fast=True) == 16 and rare.seconds(3) == 5
-    assert usual.widest(3, as_fast=True) == 8
+    assert rare.widest(3) == 16 and rare.seconds(3) == 5
+    assert usual.widest(3) == 8
 
 
 def test_windows_are_filled_up_as_their_times_say(monkeypatch):
@@ -54,18 +54,22 @@ def test_windows_are_filled_up_as_their_times_say(monkeypatch):
     windows.put("all")
     windows.compile(ThreadPoolExecutor(1), str)
     windows.wait()
-    assert windows.widest(3, as_fast=True) == windows.widest(3, as_fast=False) == 16, "its time is not known"
+    assert windows.widest(3) == windows.widest(64) == 8, "its time is not known"
     for seconds in (99.0, 10.0):
         windows.note(8, seconds)
         windows.note(16, 1.2 * seconds)
-    assert windows.widest(3, as_fast=True) == 32, (
+    assert windows.widest(3) == 32, (
         "the first one does not count, 16 take about as long as 8, and the next time is not known"
     )
     for size, seconds in {32: 20.0, 64: 50.0}.items():
         windows.note(size, 99.0)
         windows.note(size, seconds)
-    assert windows.widest(3, as_fast=True) == 16, "32 take twice as long as 8"
-    assert windows.widest(20, as_fast=True) == 32, "64 take longer than 32"
-    assert windows.widest(3, as_fast=False) == 32, "64 give fewer tokens a second than 32"
+    assert windows.widest(3) == 16, "32 take twice as long as 8"
+    assert windows.widest(20) == 16, "20 have more tokens a second in turns than in windows for 32"
+    assert windows.widest(32) == windows.widest(64) == 32, "and 32 in windows for 32 than in others"
+    windows.note(8, 99.0)
+    assert windows.widest(3) == 16, "one of three that waited for something else does not count"
     now[0] = 1000.0
-    assert windows.widest(3, as_fast=True) == 16, "times are not known any more"
+    assert windows.widest(3) == windows.widest(64) == 8, "times are not known any more"
+    windows.note(8, 10.0)
+    assert windows.widest(3) == windows.widest(64) == 16, "the next time is not known"

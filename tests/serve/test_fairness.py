@@ -98,7 +98,7 @@ def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(as
         return work
 
     service._batch._scheduler.next = next_window
-    service._batch.widest = lambda count, *, as_fast: 4 if as_fast else 3
+    service._batch.widest = lambda count: 4 if count <= 3 else 3
     beside, begun = Asker(service), threading.Event()
     beside.ask("many", request, lambda _: begun.set())
     assert begun.wait(60)
@@ -111,6 +111,32 @@ def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(as
     for answer in range(6):
         assert beside.tokens["many", answer] == alone.tokens["many", answer] != []
     service.close()
+
+
+def test_short_answers_wait_for_no_long_ones_and_long_ones_have_turns(assistant):
+    service = Service(assistant, slots=8, length=256, most=16)
+    service._batch.widest = lambda count: 3
+    windows = list[list[int]]()
+
+    def next_window(resting, original=service._batch._scheduler.next):
+        if work := original(resting):
+            windows.append(sorted(answer.request.sampling.max_tokens for answer in work.answers))
+        return work
+
+    service._batch._scheduler.next = next_window
+    asker, grown = Asker(service), threading.Semaphore(0)
+    for number in range(4):
+        asker.ask(f"long {number}", long_request(), lambda _: grown.release())
+    assert all(grown.acquire(timeout=60) for _ in range(12)), "each has more tokens than short answers"
+    before = len(windows)
+    for number in range(4):
+        asker.ask(f"short {number}", replace(long_request(), sampling=replace(SAMPLED, max_tokens=40)))
+    asker.wait(8)
+    service.close()
+    beside = [window for window in windows[before:] if 40 in window]
+    assert len(beside) <= 11, "two in each of eight windows after the first: nearly all places but for one"
+    assert all(window.count(100) == 1 for window in beside[1:8]), "one of the long ones has its turn"
+    assert {len(window) for window in windows[2:before]} == {3}
 
 
 def test_an_interrupted_answer_may_be_left(service):
@@ -179,3 +205,11 @@ def test_work_of_others_has_the_thread_between_windows(service):
     asker = Asker(service)
     asker.ask("still answers", Request([5], replace(SAMPLED, max_tokens=2)))
     asker.wait(1)
+
+
+def test_times_of_windows_that_none_precedes_are_known(service):
+    asker = Asker(service)
+    for number in range(3):  # of which the first does not count
+        asker.ask(number, Request([5], replace(SAMPLED, max_tokens=2)))
+        asker.wait(1)
+    assert service._batch._latest.seconds(1) is not None
