@@ -19,8 +19,9 @@ _PARTS = 8
 """A part of the slots of which multiples are compiled where it is above `_STEP`, and below which nothing is."""
 _KNOWN_FOR, _LATEST = 60.0, 7
 """Seconds for which the time of a size is known, and windows of which it is the median."""
-_SLOWER, _GAIN = 1.25, 1.1
-"""Time of a window, relative to a smaller one's, that is as good; tokens a second, likewise, that are more."""
+_SLOWER, _GAIN = 1.25, 0.1
+"""Time of a window, relative to the smallest one's, that is as good; and the part of tokens a second that a larger one
+would give in no more time than a smaller one, from which it gives more."""
 
 
 class WindowTimes:
@@ -95,7 +96,8 @@ class WindowSizes:
                 return smaller
             if time is None:
                 return larger
-            if time > _SLOWER * least and min(count, larger) / time < _GAIN * min(count, smaller) / before:
+            more = min(count, larger) / min(count, smaller)
+            if time > _SLOWER * least and more * before / time < 1 + _GAIN * (larger / smaller - 1):
                 return smaller
         return self._slots
 

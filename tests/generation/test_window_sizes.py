@@ -29,6 +29,18 @@ def test_windows_of_few_answers_are_compiled_for_as_many_as_came():
     assert windows.take(128, True) == (128, "as many") and windows.take(64, True) == (64, "64")
 
 
+def test_small_steps_of_sizes_add_up():
+    """Times of a GPU, on which each of many sizes gives a few more tokens a second than the one before."""
+    windows, took = WindowSizes(256), {8: 6.0, 16: 6.2, 32: 6.8, 64: 8.0, 96: 9.7, 128: 11.5, 160: 13.0, 192: 14.5}
+    windows.put("all")
+    windows.compile(ThreadPoolExecutor(1), str)
+    windows.wait()
+    for size in range(8, 257, 8):
+        for _ in range(2):
+            windows.note(size, took.get(size, 0.016 + size * 0.069))
+    assert windows.widest(256) == 256
+
+
 def test_times_of_another_kind_of_windows_serve_until_their_own_are_known():
     times = WindowTimes()
     usual, rare = WindowSizes(16, times=times), WindowSizes(16, times=times)
