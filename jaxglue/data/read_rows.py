@@ -161,11 +161,10 @@ class UnitEncoder:
         tokens, masks, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
         columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
         for index, unit in enumerate(units):
-            prefix = _tokens(_woven(unit.prefix, iter(next(encoded))))
-            self._check_images(unit.images, prefix)
-            parts = [self._part(part, next(encoded)) for part in unit.parts]
-            if empty := next((number for number, (part, _) in enumerate(parts, 1) if not len(part)), None):
-                raise ValueError(f"{origins[index] if origins else 'a row'}: text {empty} has no token")
+            try:
+                prefix, parts = self._tokenized(unit, encoded)
+            except ValueError as error:
+                raise ValueError(f"{origins[index]}: {error}" if origins else str(error)) from error
             _add(columns, unit, len(prefix), parts)
             whole = [prefix, *(part for part, _ in parts)]
             mask = np.zeros(sum(map(len, whole)), np.uint8)
@@ -180,6 +179,17 @@ class UnitEncoder:
             {name: np.array(values, np.float32) for name, values in columns.items()},
             images=None if self.images is None else ImageRecords.of([_all_images(unit) for unit in units]),
         )
+
+    def _tokenized(
+        self, unit: UnitText, encoded: Iterator[list[bytes]]
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, "_Sizes"]]]:
+        """Return the tokens of a unit's beginning, and of its parts with the sizes of their pieces."""
+        prefix = _tokens(_woven(unit.prefix, iter(next(encoded))))
+        self._check_images(unit.images, prefix)
+        parts = [self._part(part, next(encoded)) for part in unit.parts]
+        if empty := next((number for number, (part, _) in enumerate(parts, 1) if not len(part)), None):
+            raise ValueError(f"text {empty} has no token")
+        return prefix, parts
 
     def _named_unit(self, row: Row) -> UnitText:
         try:

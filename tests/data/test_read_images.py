@@ -92,7 +92,7 @@ def test_texts_of_other_images_are_others(encode):
     ],
 )
 def test_other_rows_are_refused_by_name(encode, row, sees, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^rows:1: .*{message}"):
         encode(row, sees=sees)
 
 
