@@ -52,6 +52,13 @@ class UnitText(NamedTuple):
     """In the beginning."""
 
 
+class Shown(NamedTuple):
+    """A text, and the images before it."""
+
+    text: str
+    images: Sequence[ImageRecord] = ()
+
+
 class Frame(NamedTuple):
     """The text of a prompt around a state and a question about it."""
 
@@ -154,10 +161,10 @@ class UnitEncoder:
         tokens, masks, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
         columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
         for index, unit in enumerate(units):
-            prefix = _tokens(_woven(unit.prefix, iter(next(encoded))))
-            parts = [self._part(part, next(encoded)) for part in unit.parts]
-            if empty := next((number for number, (part, _) in enumerate(parts, 1) if not len(part)), None):
-                raise ValueError(f"{origins[index] if origins else 'a row'}: text {empty} has no token")
+            try:
+                prefix, parts = self._tokenized(unit, encoded)
+            except ValueError as error:
+                raise ValueError(f"{origins[index]}: {error}" if origins else str(error)) from error
             _add(columns, unit, len(prefix), parts)
             whole = [prefix, *(part for part, _ in parts)]
             mask = np.zeros(sum(map(len, whole)), np.uint8)
@@ -172,6 +179,17 @@ class UnitEncoder:
             {name: np.array(values, np.float32) for name, values in columns.items()},
             images=None if self.images is None else ImageRecords.of([_all_images(unit) for unit in units]),
         )
+
+    def _tokenized(
+        self, unit: UnitText, encoded: Iterator[list[bytes]]
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, "_Sizes"]]]:
+        """Return the tokens of a unit's beginning, and of its parts with the sizes of their pieces."""
+        prefix = _tokens(_woven(unit.prefix, iter(next(encoded))))
+        self._check_images(unit.images, prefix)
+        parts = [self._part(part, next(encoded)) for part in unit.parts]
+        if empty := next((number for number, (part, _) in enumerate(parts, 1) if not len(part)), None):
+            raise ValueError(f"text {empty} has no token")
+        return prefix, parts
 
     def _named_unit(self, row: Row) -> UnitText:
         try:
@@ -196,20 +214,22 @@ class UnitEncoder:
         for start, pieces in (([], unit.prefix), *((before, part.pieces) for part in unit.parts)):
             yield [*start, *chain.from_iterable(map(_plain, pieces))]
 
-    def shown(self, value: Any) -> tuple[str, list[ImageRecord]]:
-        """Return the text of a value of a row, and the images before it, of an object with `text`, `image`, `images`.
+    def shown(self, value: Any) -> Shown:
+        """Return what a value of a row shows: a text, or an object with `text`, `image`, `images`; or is shown already.
 
         Raises:
             ValueError: other values, images that cannot be read, or that the model does not see.
         """
+        if isinstance(value, Shown):
+            return value
         if isinstance(value, str):
-            return value, []
+            return Shown(value)
         if not isinstance(value, Mapping) or not {"text", "image", "images"} & value.keys():
             raise ValueError(f"expected a text, or an object with text and image, got {listed(value)}")
         media = value.get("images") or ([] if value.get("image") is None else [value["image"]])
         if media and self.images is None:
             raise ValueError("this model sees no images: take them out")
-        return value.get("text") or "", self.images.read(media) if self.images else []
+        return Shown(value.get("text") or "", self.images.read(media) if self.images else [])
 
     def image_tokens(self, images: Sequence[ImageRecord]) -> bytes:
         """Return the tokens of images, between the marks around each."""
@@ -219,27 +239,27 @@ class UnitEncoder:
         text = "".join(self.images.processor.marked_text(image.grid) for image in images)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32).tobytes()
 
-    def _check_images(self, part: PartText, tokens: np.ndarray, *, cut: bool) -> None:
-        """Refuse a part that names tokens of images by itself, or would be cut inside of them."""
-        assert self.images is not None
-        expected = sum(self.images.processor.tokens(image.grid) for image in part.images)
+    def _check_images(self, images: Sequence[ImageRecord], tokens: np.ndarray) -> None:
+        """Refuse a text that names tokens of images by itself."""
+        if self.images is None:
+            return
+        expected = sum(self.images.processor.tokens(image.grid) for image in images)
         if int((tokens == self.images.tokens[0]).sum()) != expected:
             raise ValueError("a text names tokens of images by itself: take them out")
-        if cut and part.images:
-            raise ValueError(
-                f"a text with its images has {len(tokens):,} tokens, and at most {self.longest:,} are read: raise the "
-                "limit of texts, or lower --image-max-tokens"
-            )
 
     def _part(self, part: PartText, encoded: list[bytes]) -> tuple[np.ndarray, "_Sizes"]:
         """Return a part's tokens, and the sizes of its pieces."""
         pieces = _woven(part.pieces, iter(encoded[1:] if self.before else encoded))
         counts, tokens = [len(piece) // TOKEN_BYTES for piece in pieces], _tokens(pieces)
         cut = self.longest is not None and len(tokens) > self.longest
-        if self.images is not None:
-            self._check_images(part, tokens, cut=cut)
+        self._check_images(part.images, tokens)
         if cut:
             assert self.longest is not None
+            if part.images:
+                raise ValueError(
+                    f"a text with its images has {len(tokens):,} tokens, and at most {self.longest:,} are read: raise "
+                    "the limit of texts, or lower --image-max-tokens"
+                )
             tokens = np.concatenate([tokens[: self.longest - self.tail], tokens[len(tokens) - self.tail :]])
         return tokens, _Sizes(counts[0], counts[1 : 1 + 2 * part.lines], cut)
 

@@ -21,7 +21,7 @@ from jaxglue.data.iterator import seen_batch
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import image_folder
 from jaxglue.data.questions import Question
-from jaxglue.data.read_rows import COLUMNS, UnitEncoder, UnitText, share_beginnings
+from jaxglue.data.read_rows import COLUMNS, Shown, UnitEncoder, UnitText, share_beginnings
 from jaxglue.data.reads import ReadDataset, select_reads
 from jaxglue.data.rerank_rows import RerankEncoder
 from jaxglue.data.store import Encoded, TokenStore
@@ -40,7 +40,7 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.decide import gold_outputs
 from jaxglue.objectives.reading import PartOutputs, ReadObjective, part_outputs
 from jaxglue.ops.segments import segment_bucket
-from jaxglue.vision.records import ImageRecords
+from jaxglue.vision.records import ImageRecord, ImageRecords
 from jaxglue.vision.rows import RowImages
 
 _SHORTEST_ROW, _LONGEST_ROW, _LONGEST_ON_CPU = 256, 16_384, 2048
@@ -271,11 +271,21 @@ def decisions(
     Raises:
         ValueError: questions beyond labels, images that a model does not see, or one that is none or out of bounds.
     """
-    encoder = cast(DecisionEncoder, reader.encoder)
-    if media and encoder.images is None:
-        raise ValueError("this model sees no images: send text alone")
-    images = replace(encoder.images, folder=None).read(media, MOST_PIXELS) if media and encoder.images else []
+    encoder, images = cast(DecisionEncoder, reader.encoder), sent_images(reader, media)
     return [encoder.asked(state, questions, system=system, images=images) for state, questions in states]
+
+
+def sent_images(reader: PartReader, media: Sequence[Any]) -> list[ImageRecord]:
+    """Return the images of a request, in any form of `image_source`, none of them a file.
+
+    Raises:
+        ValueError: a model that sees none, or an image that is none or out of bounds.
+    """
+    if not media:
+        return []
+    if reader.encoder.images is None:
+        raise ValueError("this model sees no images: send text alone")
+    return replace(reader.encoder.images, folder=None).read(media, MOST_PIXELS)
 
 
 def probabilities(
@@ -290,7 +300,7 @@ def probabilities(
 
 
 def texts(reader: PartReader, values: Sequence[Any], *, query: bool = False) -> list[UnitText]:
-    """Return the units of texts to embed, or of objects with images, behind the prompt of queries or of documents."""
+    """Return the units of texts to embed, or of values with images, behind the prompt of queries or of documents."""
     encoder = cast(TextEncoder, reader.encoder)
     return [UnitText([], [encoder.part(ANCHOR if query else POSITIVE, text)]) for text in values]
 
@@ -301,7 +311,9 @@ def vectors(found: PartOutputs, dimensions: int | None = None) -> Float32[np.nda
     return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
 
 
-def judged(reader: PartReader, query: str, documents: Sequence[str], instruction: str | None = None) -> UnitText:
+def judged(
+    reader: PartReader, query: str | Shown, documents: Sequence[str | Shown], instruction: str | None = None
+) -> UnitText:
     """Return the unit of a query with documents."""
     return cast(RerankEncoder, reader.encoder).asked(query, list(documents), None, instruction)
 

@@ -11,8 +11,10 @@ from transformers import AutoTokenizer
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.files import Row
 from jaxglue.data.packing import plan_packing
+from jaxglue.data.read_rows import UnitText
 from jaxglue.data.reads import select_reads
 from jaxglue.data.store import TokenStore
+from jaxglue.data.text_rows import POSITIVE, TextEncoder
 from jaxglue.generation.sight import make_rules
 from jaxglue.objectives.embed import EmbedTask
 from jaxglue.settings.recipe import SHIPPED
@@ -90,5 +92,15 @@ def test_texts_of_other_images_are_others(encode):
     ],
 )
 def test_other_rows_are_refused_by_name(encode, row, sees, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^rows:1: .*{message}"):
         encode(row, sees=sees)
+
+
+def test_a_beginning_that_names_tokens_of_images_is_refused():
+    """A template's protection splits such tokens; a query without a template has none."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    encoder = TextEncoder(tokenizer)
+    encoder.images = make_rules(FOLDER, tokenizer, files=None)
+    part = encoder.part(POSITIVE, {"image": png("red")})
+    with pytest.raises(ValueError, match="names tokens of images by itself"):
+        encoder.encode_units([UnitText(["<|image_pad|>"], [part])])

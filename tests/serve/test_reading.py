@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import re
+import shutil
 import threading
 
 import numpy as np
@@ -31,7 +32,8 @@ from jaxglue.generation.reading import (
 )
 from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.reading import read_record
-from jaxglue.serve.config import ServeConfig
+from jaxglue.serve.config import EmbedConfig, ServeConfig
+from jaxglue.serve.measured import embedded_rows
 from jaxglue.serve.reading import ReadService, make_readers, warm_up
 from jaxglue.serve.server import make_read_app
 from jaxglue.settings.recipe import SHIPPED
@@ -275,7 +277,8 @@ def test_requests_about_one_state_have_one_copy_of_it(model, monkeypatch):
 @pytest.fixture(scope="module")
 def seeing():
     config = ServeConfig(model=SHIPPED / "quickstart" / "seeing", random_weights=0, name="tiny")
-    service = ReadService({"decide": PartReader(LoadedModel.load(config), {"kind": "decide"})}, most=8)
+    model = LoadedModel.load(config)
+    service = ReadService({kind: PartReader(model, {"kind": kind}) for kind in ("decide", "rerank", "embed")}, most=8)
     yield service, TestClient(make_read_app(service, config))
     service.close()
 
@@ -361,13 +364,8 @@ def shown(color, text="", key="image"):
     return {"text": text, key: picture(color)["image_url"]["url"]}
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return LoadedModel.load(ServeConfig(model=SHIPPED / "quickstart" / "seeing", random_weights=0, name="tiny"))
-
-
-def test_embeddings_of_images_do_not_depend_on_their_company(loaded):
-    reader = PartReader(loaded, {"kind": "embed"})
+def test_embeddings_of_images_do_not_depend_on_their_company(seeing):
+    reader = seeing[0].readers["embed"]
     values = [shown("red"), "A cross.", shown("blue"), shown("red", "A cross."), shown("red")]
     together = vectors(reader.read(reader.encode(texts(reader, values))))
     alone = np.concatenate([vectors(reader.read(reader.encode(texts(reader, [value])))) for value in values])
@@ -377,9 +375,9 @@ def test_embeddings_of_images_do_not_depend_on_their_company(loaded):
         assert np.abs(together[0] - together[other]).max() > 1e-3
 
 
-def test_documents_with_images_are_judged_each_by_its_own(loaded):
+def test_documents_with_images_are_judged_each_by_its_own(seeing):
     """Units of one query, whose tokens are equal, share no image."""
-    reader = PartReader(loaded, {"kind": "rerank"})
+    reader = seeing[0].readers["rerank"]
 
     def judge(*pairs):
         units = [judged(reader, query, documents) for query, documents in pairs]
@@ -391,3 +389,87 @@ def test_documents_with_images_are_judged_each_by_its_own(loaded):
     np.testing.assert_allclose(found[:4], alone, atol=1e-5)
     assert found[4] == pytest.approx(found[2], abs=1e-5) and found[5] != pytest.approx(found[1], abs=1e-5)
     assert abs(found[0] - found[2]) > 1e-5
+
+
+def test_embeddings_of_images_are_those_of_files_in_all_forms_of_clients(seeing, tmp_path):
+    folder, text = tmp_path / "model", {"type": "text", "text": "A cross."}
+    shutil.copytree(SHIPPED / "quickstart" / "seeing", folder)
+    (folder / "one_pass.json").write_text('{"kind": "embed"}')
+    values = [shown("red"), "A cross.", shown("blue", "A cross.")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    _, wanted = embedded_rows(EmbedConfig(model=folder, random_weights=0, data=(str(tmp_path / "rows.jsonl"),)))
+
+    def embed(**body):
+        reply = seeing[1].post("/v1/embeddings", json=body)
+        assert reply.status_code == 200, reply.text
+        return np.array([each["embedding"] for each in reply.json()["data"]])
+
+    np.testing.assert_allclose(embed(input=values), wanted, atol=1e-5)
+    np.testing.assert_allclose(embed(input=values[0]), wanted[:1], atol=1e-5)
+    for content, index in (([picture("red")], 0), ("A cross.", 1), ([text], 1), ([text, picture("blue")], 2)):
+        found = embed(messages=[{"role": "user", "content": content}])
+        np.testing.assert_allclose(found, wanted[index : index + 1], atol=1e-5)
+        np.testing.assert_allclose(embed(input=[{"content": content}]), found, atol=1e-5)
+
+
+def test_documents_with_images_are_ranked_as_they_are_judged_and_come_back_as_sent(seeing):
+    service, client = seeing
+    documents = [{"content": [picture("red")]}, "A cross.", shown("blue"), {"text": "A square."}]
+    body = {"query": shown("red", "Which?"), "documents": documents, "return_documents": True}
+    reply = client.post("/v1/rerank", json=body)
+    assert reply.status_code == 200, reply.text
+    reader, found = service.readers["rerank"], {each["index"]: each for each in reply.json()["results"]}
+    unit = judged(reader, body["query"], [shown("red"), "A cross.", shown("blue"), "A square."])
+    wanted = relevances(reader.read(reader.encode([unit])))
+    np.testing.assert_allclose([found[index]["relevance_score"] for index in range(4)], wanted, atol=1e-5)
+    returned = [found[index]["document"] for index in range(4)]
+    assert returned == [documents[0], {"text": "A cross."}, documents[2], documents[3]]
+
+
+def test_images_to_embed_and_to_rank_are_bounded_before_they_are_decoded(seeing, client, monkeypatch):
+    Image.new("1", (8000, 8000)).save(large := io.BytesIO(), "PNG")
+    bomb = "data:image/png;base64," + base64.b64encode(large.getvalue()).decode()
+    broken = "data:image/png;base64," + base64.b64encode(b"none").decode()
+    red, begun = shown("red"), []
+    user = {"role": "user", "content": [picture("red")]}
+    for kind in ("embed", "rerank"):
+        seeing[0].readers[kind].read_files_of(Source(name="/etc/rows.jsonl"))
+    monkeypatch.setattr(PartReader, "begin", lambda _, encoded: begun.append(encoded))
+
+    def refused(where, message, path, to=seeing[1], **body):
+        reply = to.post(f"/v1/{path}", json=body)
+        assert reply.status_code == 400 and message in reply.text and where in reply.text, reply.text
+
+    refused("", "names tokens of images", "embeddings", input="<|image_pad|>")
+    refused("input[0]", "sees no images", "embeddings", client, input=[red])
+    refused("query", "sees no images", "rerank", client, query=red, documents=["a"])
+    Image.new("RGB", (1024, 1024)).save(wide := io.BytesIO(), "PNG")
+    refused(
+        "",
+        "at most 512 are read",
+        "embeddings",
+        input=[{"images": ["data:image/png;base64," + base64.b64encode(wide.getvalue()).decode()] * 9}],
+    )
+    monkeypatch.setattr(records, "read_image", lambda *_: pytest.fail("an image was decoded"))
+    for value, message in (
+        ({"image": bomb}, "8000 × 8000 pixels"),
+        ({"image": broken}, "no image that can be read"),
+        ({"image": "https://example.org/cat.png"}, "not fetched from the network"),
+        ({"image": "/etc/hostname"}, "files are not read here"),
+        ({"image": {"path": "file:///etc/hostname"}}, "files are not read here"),
+        ({"images": [3]}, "must be a path, a data: URL or bytes"),
+        ({"text": "a", "video": "data:video/mp4;base64,"}, "video is not read"),
+        ({"content": [picture("red"), {"type": "text", "text": 3}]}, "parts beside images must be texts"),
+        ({"content": {"image": bomb}}, "must be a text that is not empty"),
+        ({"text": " "}, "must be a text that is not empty"),
+    ):
+        refused("input[1]", message, "embeddings", input=["a", value])
+        refused("query", message, "rerank", query=value, documents=["a"])
+        refused("documents[1]", message, "rerank", query="a", documents=["a", value])
+    larger = {"user": "a" * 5 * 2**20}  # than bodies of texts may be
+    refused("17 images", "at most 16", "embeddings", input=[red] * 17, **larger)
+    refused("17 images", "at most 16", "rerank", query=red, documents=[red] * 16, **larger)
+    for messages in ([], [user, user], [{"role": "system", "content": "Be brief."}], "a"):
+        refused("messages", "must be one of a user", "embeddings", messages=messages)
+    refused("messages", "no input beside it", "embeddings", messages=[user], input="a")
+    assert not begun

@@ -10,7 +10,6 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from jaxglue.data.messages import is_image, read_chat
 from jaxglue.data.questions import (
     CHOICE,
     SCORE,
@@ -27,6 +26,7 @@ from jaxglue.serve.fields import MOST_IMAGES, read_body
 from jaxglue.serve.host import Host
 from jaxglue.serve.reading import Read
 from jaxglue.serve.refusals import BadRequestError
+from jaxglue.serve.sent import read_parts
 from jaxglue.serve.wire import Endpoint, Form
 
 MOST_QUESTIONS = 400
@@ -39,7 +39,7 @@ async def _system_one(host: Host, http: HttpRequest) -> Response:
     body = await read_body(http, {"model", *_SYSTEM_ONE}, sees=_sees(host))
     model = host.models.find(body.get("model"))
     questions = read_questions(body.get("questions"), most=MOST_QUESTIONS)
-    state, images = _shown(body.get("state"), "state")
+    state, images = read_parts(body.get("state"), "state")
     read, found = await _ask(host, read_state(state), questions, _instructions(body), images)
     pairs = zip(questions.items(), found, strict=True)
     answers = {name: _system_one_answer(question, p) for (name, question), p in pairs}
@@ -171,25 +171,13 @@ def _openai_answer(name: str | None, question: Question, values: Sequence[Any], 
     return {**head, "confidence": float(p[best]), "probabilities": listed}
 
 
-def _shown(value: Any, parameter: str) -> tuple[Any, Sequence[Any]]:
-    """Return what a value says beside its images, and these, where it is a list of parts as a chat's content has."""
-    images = [part for part in value if is_image(part)] if isinstance(value, list) else []
-    if not images:
-        return value, ()
-    parts = [part for part in value if not is_image(part)]
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise BadRequestError(f"{parameter}: parts beside images must be texts", parameter=parameter)
-    shown = read_chat([{"role": "user", "content": images}], None, parameter, sees=True).images
-    return "\n".join(part["text"] for part in parts), shown
-
-
 def _input(value: Any) -> tuple[str, Sequence[Any]]:
     """Return the text of an input, and its images: a text, or messages, each behind its role."""
     if isinstance(value, str):
         return read_state(value), ()
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
         raise BadRequestError("input must be a text, or a list of messages and tool calls", parameter="input")
-    shown = [_shown(each.get("content"), "input") for each in value]
+    shown = [read_parts(each.get("content"), "input") for each in value]
     lines = [_message({**each, "content": content}) for each, (content, _) in zip(value, shown, strict=True)]
     return read_state("\n".join(line for line in lines if line)), [image for _, images in shown for image in images]
 

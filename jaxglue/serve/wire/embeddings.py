@@ -13,16 +13,18 @@ from jaxglue.generation.reading import PartReader, texts, vectors
 from jaxglue.serve.fields import read_body, read_number
 from jaxglue.serve.host import Host
 from jaxglue.serve.refusals import BadRequestError
+from jaxglue.serve.sent import Sent, read_sent, require_few
 from jaxglue.serve.wire import Endpoint, Form
 
 MOST_TEXTS = 2048
-_KNOWN = {"model", "input", "encoding_format", "dimensions", "input_type"}
+_KNOWN = {"model", "input", "messages", "encoding_format", "dimensions", "input_type"}
 
 
 async def _embed(host: Host, http: HttpRequest) -> Response:
-    body = await read_body(http, _KNOWN)
-    model, service = host.models.find(body.get("model")), host.reading
-    inputs, form = _inputs(body), body.get("encoding_format") or "float"
+    service = host.reading
+    body = await read_body(http, _KNOWN, sees=service.readers["embed"].sees)
+    model, inputs, form = host.models.find(body.get("model")), _inputs(body), body.get("encoding_format") or "float"
+    require_few(inputs)
     if form not in ("float", "base64"):
         raise BadRequestError("encoding_format must be float or base64", parameter="encoding_format")
     if body.get("input_type") not in (None, "query", "document"):
@@ -43,12 +45,12 @@ def _written(row: np.ndarray, form: str) -> Any:
     return base64.b64encode(row.astype("<f4").tobytes()).decode() if form == "base64" else row.tolist()
 
 
-def _units(reader: PartReader, inputs: list[Any], *, query: bool) -> list[UnitText]:
-    """Return the units of texts, and of token ids, which are read as they are."""
+def _units(reader: PartReader, inputs: list[Sent | list[int]], *, query: bool) -> list[UnitText]:
+    """Return the units of texts with their images, and of token ids, which are read as they are."""
     vocabulary, units = reader.model.config.vocab_size, list[UnitText]()
     for each in inputs:
-        if isinstance(each, str):
-            units += texts(reader, [each], query=query)
+        if isinstance(each, Sent):
+            units += texts(reader, [each.read(reader)], query=query)
             continue
         if not all(0 <= token < vocabulary for token in each):
             raise ValueError(f"input holds a token id outside of the vocabulary of {vocabulary:,}")
@@ -57,18 +59,29 @@ def _units(reader: PartReader, inputs: list[Any], *, query: bool) -> list[UnitTe
     return units
 
 
-def _inputs(body: dict[str, Any]) -> list[Any]:
-    """Return texts or lists of token ids."""
+def _inputs(body: dict[str, Any]) -> list[Sent | list[int]]:
+    """Return texts with their images, or lists of token ids."""
+    if body.get("messages") is not None:
+        return [_message(body)]
     value = body.get("input")
-    one = isinstance(value, str) or (isinstance(value, list) and value and all(type(each) is int for each in value))
-    inputs: Any = [value] if one else value
+    inputs: Any = [value] if isinstance(value, str | dict) or _is_ids(value) else value
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_TEXTS:
         raise BadRequestError(f"input must be a text, token ids, or a list of 1 to {MOST_TEXTS}", parameter="input")
-    for each in inputs:
-        is_ids = isinstance(each, list) and each and all(type(token) is int for token in each)
-        if not is_ids and not (isinstance(each, str) and each.strip()):
-            raise BadRequestError("input: expected texts or lists of token ids that are not empty", parameter="input")
-    return inputs
+    return [each if _is_ids(each) else read_sent(each, f"input[{index}]") for index, each in enumerate(inputs)]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _message(body: dict[str, Any]) -> Sent:
+    """Return what a user's message shows, in which vLLM's clients send images."""
+    messages = body["messages"]
+    one = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
+    if body.get("input") is not None or not isinstance(one, dict) or one.get("role") != "user":
+        wanted = "one of a user, and no input beside it: a text is read without a chat template"
+        raise BadRequestError(f"messages must be {wanted}", parameter="messages")
+    return read_sent({"content": one.get("content")}, "messages")
 
 
 FORM = Form((Endpoint("/v1/embeddings", _embed),), kinds=frozenset({"embed"}))
