@@ -67,18 +67,26 @@ def test_steps_continue_a_document():
     (qkv, g, beta), length = arguments(), 40
     weight = jax.random.normal(jax.random.key(5), (qkv.shape[-1], 1, 4))
     whole, first = (pack_segments([[n]], seq_len=T) for n in (length + MORE, length))
-    expected = causal_convolution(qkv, weight, whole)
-    rule = reference_delta_rule(*HEADS.split(expected), g, beta, whole)
-    begun = causal_convolution(qkv, weight, first)
-    stored = make_states(3, HEADS, V, 4, jnp.float32)
     slot = jnp.array([1])
-    state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
-    stored = stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
+
+    @jax.jit
+    def begin():
+        expected = causal_convolution(qkv, weight, whole)
+        rule = reference_delta_rule(*HEADS.split(expected), g, beta, whole)
+        begun = causal_convolution(qkv, weight, first)
+        state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
+        stored = make_states(3, HEADS, V, 4, jnp.float32)
+        return expected, rule, stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
+
+    @jax.jit
+    def step(stored, qkv, g, beta):
+        mixed, inputs = convolution_step(qkv, stored.inputs[slot], weight)
+        out, states = advance_states(stored.states, slot, jnp.array([True]), mixed, g, beta, HEADS)
+        return mixed, out, replace(stored.write(slot, inputs=inputs), states=states)
+
+    expected, rule, stored = begin()
     for t in range(length, length + MORE):
-        mixed, inputs = convolution_step(qkv[:, t], stored.inputs[slot], weight)
-        token = mixed, g[:, t], beta[:, t], HEADS
-        out, states = advance_states(stored.states, slot, jnp.array([True]), *token)
-        stored = replace(stored.write(slot, inputs=inputs), states=states)
+        mixed, out, stored = step(stored, *(x[:, t] for x in (qkv, g, beta)))
         np.testing.assert_allclose(mixed, expected[:, t], atol=1e-5)
         np.testing.assert_allclose(out, rule[:, t], atol=1e-5)
     assert not np.any(stored.states[::2])
