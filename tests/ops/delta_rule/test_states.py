@@ -33,11 +33,11 @@ LENGTHS, MORE = [1, 33, 2, 64, 4], 3
 
 def states_by_token(qkv, g, beta, lengths):
     """The reference's state behind each document, by steps from empty ones."""
-    starts, states = np.cumsum([0, *lengths[:-1]]), []
+    starts, states, step = np.cumsum([0, *lengths[:-1]]), [], jax.jit(delta_step, static_argnums=4)
     for start, length in zip(starts, lengths, strict=True):
         state = jnp.zeros((1, HEADS.values, HEADS.key_dim, V))
         for t in range(start, start + length):
-            _, state = delta_step(qkv[:, t], g[:, t], beta[:, t], state, HEADS)
+            _, state = step(qkv[:, t], g[:, t], beta[:, t], state, HEADS)
         states.append(state[0])
     return jnp.stack(states)
 
