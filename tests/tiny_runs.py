@@ -384,13 +384,14 @@ def _make_inputs(work: Path) -> None:
     (work / "keys.py").write_text(KEYS)
 
 
-def make_seeing(folder: Path) -> None:
-    """Write the folder of a tiny model that sees, without weights."""
+def make_seeing(folder: Path, *layers: str, depth: int = 2) -> None:
+    """Write the folder of a tiny model that sees, without weights; its layers are of these kinds, else of both."""
+    kinds = layers or ("linear_attention", "full_attention")
     shutil.copytree(QUICKSTART / "seeing", folder, dirs_exist_ok=True)
     raw = json.loads((folder / "config.json").read_text())
-    raw["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    raw["text_config"] |= {"num_hidden_layers": len(kinds), "layer_types": kinds}
     raw["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "linear_num_value_heads": 2}
     raw["text_config"] |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    raw["vision_config"] |= {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    raw["vision_config"] |= {"depth": depth, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
     raw["vision_config"]["out_hidden_size"] = 32
     (folder / "config.json").write_text(json.dumps(raw))

@@ -14,7 +14,7 @@ from jaxglue.tinker.wire import _bytes, _fields, _number
 from jaxglue.vision.images import image_source
 from tests.tinker_server.test_server import KEY, LORA, Client, read_answers, read_loss
 from tests.tinker_server.test_wire import loss_request
-from tests.training.test_vision import folder  # noqa: F401
+from tests.training.test_vision_rollouts import folder  # noqa: F401
 
 TEXT, BEHIND = [5, 6, 7], [8, 9]
 

@@ -28,12 +28,15 @@ QUICKSTART = Path(__file__).parents[2] / "jaxglue" / "recipes" / "quickstart"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A smaller model, and the first pictures."""
-    folder = tmp_path_factory.mktemp("seeing")
-    make_seeing(folder / "model")
+    make_seeing((folder := tmp_path_factory.mktemp("seeing")) / "model")
+    write_pictures(folder)
+    return folder
+
+
+def write_pictures(folder):
     lines = (QUICKSTART / "pictures.jsonl").read_text().splitlines()[:10]
     texts = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A red cross."}]}]
     (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *map(json.dumps, texts)]))
-    return folder
 
 
 def config_of(folder, output, **settings):

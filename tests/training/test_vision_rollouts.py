@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 from selection import repeat, repeats_parts_of
+from tiny_runs import make_seeing
 
 from jaxglue.training.record import read_metrics
-from tests.training.test_vision import folder, run  # noqa: F401
+from tests.training.test_vision import run, write_pictures
 
 REWARD = """
 def short(completion_ids, color, **columns):
@@ -16,8 +17,17 @@ def short(completion_ids, color, **columns):
 """
 
 
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """Pictures, and a model of one layer, or of a test's own."""
+    layers = getattr(request, "param", ("full_attention",))
+    make_seeing((folder := tmp_path_factory.mktemp("seeing")) / "model", *layers, depth=1)
+    write_pictures(folder)
+    return folder
+
+
 @pytest.fixture
-def rows(folder, tmp_path):  # noqa: F811
+def rows(folder, tmp_path):
     """Prompts with one picture, two, or none, and their settings."""
     (tmp_path / "rewards.py").write_text(REWARD)
     found = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -44,6 +54,7 @@ def rows(folder, tmp_path):  # noqa: F811
 
 
 @repeats_parts_of("test_another_picture_is_another_run")
+@pytest.mark.parametrize("folder", [("linear_attention", "full_attention")], indirect=True)
 @pytest.mark.parametrize("settings", [{}, {"train_vision": "all"}, {"beta": 0.1}])
 def test_sampling_and_training_see_the_same_images(rows, settings):
     """A placeholder that sampling shows as a text's token, or another image's, would part them at once."""

@@ -33,11 +33,11 @@ LENGTHS, MORE = [1, 33, 2, 64, 4], 3
 
 def states_by_token(qkv, g, beta, lengths):
     """The reference's state behind each document, by steps from empty ones."""
-    starts, states = np.cumsum([0, *lengths[:-1]]), []
+    starts, states, step = np.cumsum([0, *lengths[:-1]]), [], jax.jit(delta_step, static_argnums=4)
     for start, length in zip(starts, lengths, strict=True):
         state = jnp.zeros((1, HEADS.values, HEADS.key_dim, V))
         for t in range(start, start + length):
-            _, state = delta_step(qkv[:, t], g[:, t], beta[:, t], state, HEADS)
+            _, state = step(qkv[:, t], g[:, t], beta[:, t], state, HEADS)
         states.append(state[0])
     return jnp.stack(states)
 
@@ -67,18 +67,26 @@ def test_steps_continue_a_document():
     (qkv, g, beta), length = arguments(), 40
     weight = jax.random.normal(jax.random.key(5), (qkv.shape[-1], 1, 4))
     whole, first = (pack_segments([[n]], seq_len=T) for n in (length + MORE, length))
-    expected = causal_convolution(qkv, weight, whole)
-    rule = reference_delta_rule(*HEADS.split(expected), g, beta, whole)
-    begun = causal_convolution(qkv, weight, first)
-    stored = make_states(3, HEADS, V, 4, jnp.float32)
     slot = jnp.array([1])
-    state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
-    stored = stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
+
+    @jax.jit
+    def begin():
+        expected = causal_convolution(qkv, weight, whole)
+        rule = reference_delta_rule(*HEADS.split(expected), g, beta, whole)
+        begun = causal_convolution(qkv, weight, first)
+        state = delta_rule_and_states(begun, g, beta, first, HEADS)[1][0, :1]
+        stored = make_states(3, HEADS, V, 4, jnp.float32)
+        return expected, rule, stored.write(slot, states=state, inputs=last_inputs(qkv, first, 3)[0, :1])
+
+    @jax.jit
+    def step(stored, qkv, g, beta):
+        mixed, inputs = convolution_step(qkv, stored.inputs[slot], weight)
+        out, states = advance_states(stored.states, slot, jnp.array([True]), mixed, g, beta, HEADS)
+        return mixed, out, replace(stored.write(slot, inputs=inputs), states=states)
+
+    expected, rule, stored = begin()
     for t in range(length, length + MORE):
-        mixed, inputs = convolution_step(qkv[:, t], stored.inputs[slot], weight)
-        token = mixed, g[:, t], beta[:, t], HEADS
-        out, states = advance_states(stored.states, slot, jnp.array([True]), *token)
-        stored = replace(stored.write(slot, inputs=inputs), states=states)
+        mixed, out, stored = step(stored, *(x[:, t] for x in (qkv, g, beta)))
         np.testing.assert_allclose(mixed, expected[:, t], atol=1e-5)
         np.testing.assert_allclose(out, rule[:, t], atol=1e-5)
     assert not np.any(stored.states[::2])
