@@ -103,10 +103,10 @@ def swiglu_kernel(
             g = g * row_scale * _vector(gate_scales, columns, F)[None, :]
             u = u * row_scale * _vector(up_scales, columns, F)[None, :]
         # Products of adapters accumulate onto the projections in float32, which are never rounded in between.
-        gate_outer = _outer(gate_b, columns, lanes, F, R, dtype, GATE_FACTOR)
-        up_outer = _outer(up_b, columns, lanes, F, R, dtype, UP_FACTOR)
-        g = tl.dot(gate_ranks, tl.trans(gate_outer), g, input_precision=PRECISION)
-        u = tl.dot(up_ranks, tl.trans(up_outer), u, input_precision=PRECISION)
+        outer = _outer(gate_b, columns, lanes, F, R, dtype, GATE_FACTOR)
+        g = tl.dot(gate_ranks, tl.trans(outer), g, input_precision=PRECISION)
+        outer = _outer(up_b, columns, lanes, F, R, dtype, UP_FACTOR)
+        u = tl.dot(up_ranks, tl.trans(outer), u, input_precision=PRECISION)
         y = (_activate(g, ACTIVATION)[0] * u).to(dtype)
         tl.store(out + start + to, y, mask=mask)
         if SCALED:
