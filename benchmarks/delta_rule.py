@@ -177,7 +177,7 @@ def steps(sequences: int, layers: int = 8) -> dict:
             return [advance_states(states, slots, begun, *token, HEADS) for states in all_states]
 
     one = jax.jit(advance, donate_argnums=0)([jnp.copy(exact)], *token)[0]
-    ms = _milliseconds(lambda *values: [states for _, states in advance(*values)], exact, layers, token)
+    ms = step_milliseconds(lambda *values: [states for _, states in advance(*values)], exact, layers, token)
     rate = 2 * exact.nbytes / ms * 1e3
     found = zip(("states", "out", "states after"), (got, *one), (exact, *expected), strict=True)
     return {
@@ -235,10 +235,15 @@ def steps_by_tiles(sequences: int, tokens: int = 2, layers: int = 8) -> Iterator
             with operation.using(kernel):
                 return [call(states, *tokens) for states in all_states]
 
-        yield {"case": name, "sequences": sequences, "tiles": label, "ms": _milliseconds(advance, stored, layers, new)}
+        yield {
+            "case": name,
+            "sequences": sequences,
+            "tiles": label,
+            "ms": step_milliseconds(advance, stored, layers, new),
+        }
 
 
-def _milliseconds(advance: Callable, stored: jax.Array, layers: int, tokens: tuple[jax.Array, ...]) -> float:
+def step_milliseconds(advance: Callable, stored: jax.Array, layers: int, tokens: tuple[jax.Array, ...]) -> float:
     """Return the time of a layer's part of a program that replaces the states of all."""
     program, states, times = jax.jit(advance, donate_argnums=0), [stored + layer for layer in range(layers)], []
     for _ in range(12):

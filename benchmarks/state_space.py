@@ -14,14 +14,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from delta_rule import MATMUL, copy_rate, relative_error
+from delta_rule import MATMUL, copy_rate, relative_error, step_milliseconds
 from measure import log_normal_lengths, milliseconds, write_results
 
 from jaxglue.ops.backend import compute_capability
@@ -137,20 +136,12 @@ def steps(model: str, sequences: int, layers: int = 8) -> dict:
 
     def advance(all_states, *token):
         with STATE_STEP.using(TritonStateStep.of(compute_capability())):
-            return [advance_states(states, slots, begun, *token, heads) for states in all_states]
+            return [advance_states(states, slots, begun, *token, heads)[1] for states in all_states]
 
-    program, shape = jax.jit(advance, donate_argnums=0), (sequences, heads.values, heads.state_dim, heads.value_dim)
-    stored = [jnp.full(shape, float(layer)) for layer in range(layers)]
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        for _ in range(10):
-            stored = [states for _, states in program(stored, *token)]
-        jax.block_until_ready(stored)
-        times.append((time.perf_counter() - begin) / 10 / layers)
-    rate = 2 * stored[0].nbytes / min(times)
-    of_copy = rate / copy_rate()
-    return {"model": model, "case": f"step of {sequences}", "ms": min(times) * 1e3, "of a copy's rate": of_copy}
+    stored = jnp.zeros((sequences, heads.values, heads.state_dim, heads.value_dim))
+    ms = step_milliseconds(advance, stored, layers, token)
+    rate = 2 * stored.nbytes / ms * 1e3
+    return {"model": model, "case": f"step of {sequences}", "ms": ms, "of a copy's rate": rate / copy_rate()}
 
 
 def main() -> None:

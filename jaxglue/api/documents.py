@@ -13,15 +13,7 @@ from jaxglue.data.packing import plan_packing
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.training.run import Rows
 from jaxglue.vision.processor import Processor
-from jaxglue.vision.rows import Image, RowImages, image_positions
-
-
-class PlacedImage(NamedTuple):
-    """An image among tokens."""
-
-    first: int
-    """Of the tokens that stand for its features."""
-    image: Image
+from jaxglue.vision.rows import Image, PlacedImage, RowImages, image_positions
 
 
 class TokenDocument(NamedTuple):

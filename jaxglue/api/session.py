@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxglue.api.documents import PlacedImage, TokenDocument, check_documents, pack_documents, rows_of
+from jaxglue.api.documents import TokenDocument, check_documents, pack_documents, rows_of
 from jaxglue.api.losses import DistillationLoss, FunctionLoss, Loss, token_losses
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
@@ -44,7 +44,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
-from jaxglue.vision.rows import PromptImages
+from jaxglue.vision.rows import PlacedImage, PromptImages
 
 if TYPE_CHECKING:
     pass

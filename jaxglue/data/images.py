@@ -16,7 +16,7 @@ from jaxglue.data.template import ChatTemplate, plain_pieces
 from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
-from jaxglue.vision.rows import Image, RowImages, image_positions
+from jaxglue.vision.rows import Image, PlacedImage, RowImages, image_positions
 from jaxglue.vision.videos import frame_pairs
 
 if TYPE_CHECKING:
@@ -175,14 +175,6 @@ def _cut(text: str) -> str | list[dict[str, Any]]:
     for number, part in enumerate(text.split(IMAGE_TAG)):
         parts += [{"type": "image"}] * (number > 0) + ([{"type": "text", "text": part}] if part else [])
     return parts
-
-
-class PlacedImage(NamedTuple):
-    """An image of a document."""
-
-    first: int
-    """Its first token."""
-    image: Image
 
 
 class DocumentPart(NamedTuple):

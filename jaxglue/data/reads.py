@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.batch import Batch, Reads
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, row_origin
-from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, PlacedImage
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.questions import TYPES, Labels
 from jaxglue.data.read_rows import COLUMNS, UnitEncoder
 from jaxglue.data.store import TokenStore
 from jaxglue.ops.segments import BatchKind, PackedSegments, copy_beginnings, pack_forks, pack_segments, segment_bucket
+from jaxglue.vision.rows import PlacedImage
 
 
 @dataclass(frozen=True, kw_only=True)

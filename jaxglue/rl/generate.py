@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.images import ImageRules, PlacedImage
+from jaxglue.data.images import ImageRules
 from jaxglue.generation.turns import TurnSource
 from jaxglue.rl.advantages import compare, rewards_of
 from jaxglue.rl.conversation import ConversationTemplate
@@ -22,7 +22,7 @@ from jaxglue.rl.record import Generation
 from jaxglue.rl.rewards import Written
 from jaxglue.rl.sampler import Sample
 from jaxglue.rl.teachers import ServedTeachers
-from jaxglue.vision.rows import Image
+from jaxglue.vision.rows import Image, PlacedImage
 
 _HELD_OUT = 1 << 30
 """Number of the first held-out prompt, beyond those of all that are trained on."""

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.data.batch import Batch, Rollouts
-from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, PlacedImage
+from jaxglue.data.images import DocumentPart, ImageReader, ImageRules
 from jaxglue.objectives.advantages import Values
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.segments import BatchKind, aligned, copy_beginnings, pack_forks, pack_segments, segment_bucket
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.sampler import Row, Sample
-from jaxglue.vision.rows import Image, feature_keys
+from jaxglue.vision.rows import Image, PlacedImage, feature_keys
 
 _OPTIONAL = ("old", "reference", "credits", "teacher")
 """Values of answers' tokens, of all answers or none."""

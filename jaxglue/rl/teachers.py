@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.images import ImageRules, PlacedImage
+from jaxglue.data.images import ImageRules
 from jaxglue.rl.pack import images_before
 from jaxglue.rl.prompts import Prompt
-from jaxglue.vision.rows import Image
+from jaxglue.vision.rows import Image, PlacedImage
 
 TEACHER = "teacher"
 """Column by which rows choose among several."""

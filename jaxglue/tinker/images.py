@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jaxglue.api.documents import PlacedImage
 from jaxglue.data.images import ImageRules
 from jaxglue.generation.sight import MOST_PIXELS
 from jaxglue.vision.images import ImageSource
-from jaxglue.vision.rows import Image
+from jaxglue.vision.rows import Image, PlacedImage
 
 
 class ImageChunk(NamedTuple):

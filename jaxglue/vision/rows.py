@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -105,6 +105,14 @@ class Image:
     def cache_key(self) -> tuple:
         """Return what tells its features apart, of one processor and tower."""
         return self.key, *self.grid
+
+
+class PlacedImage(NamedTuple):
+    """An image among tokens."""
+
+    first: int
+    """Of the tokens that stand for its features."""
+    image: Image
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxglue.data.images import ImageRules, PlacedImage
+from jaxglue.data.images import ImageRules
 from jaxglue.rl import teachers
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.teachers import ServedTeachers
 from jaxglue.vision.images import ImageSource, digest_of
 from jaxglue.vision.processor import Grid
 from jaxglue.vision.records import ImageRecord
-from jaxglue.vision.rows import Image
+from jaxglue.vision.rows import Image, PlacedImage
 
 
 def log_prob(token: int, before: int, shift: float) -> float:

@@ -36,8 +36,7 @@ async def _seen(host: Host, tokens: list[int], placed: list[tuple[int, Any]]) ->
     sight = host.assistant.sight
     if sight is None:
         raise BadRequestError("this model sees no images: send text alone", parameter="images")
-    if len(tokens) > host.service.length:
-        raise TooLongError(f"the prompt has {len(tokens):,} tokens, and texts may have {host.service.length:,}")
+    _check_length(host, tokens)
     sources = [(token, image_source(image, None)) for token, image in placed]
     return await beside(len(tokens), sight.place, tokens, sources)
 
@@ -55,9 +54,13 @@ async def _echo(
     if (top := read_log_probs(body, chat=False)) is None:
         return [Echo(text, None) for text in texts]
     for tokens in encoded:
-        if len(tokens) > host.service.length:
-            raise TooLongError(f"the prompt has {len(tokens):,} tokens, and texts may have {host.service.length:,}")
+        _check_length(host, tokens)
     return list(map(Echo, texts, await host.scores(encoded, voice, top, images)))
+
+
+def _check_length(host: Host, tokens: list[int]) -> None:
+    if len(tokens) > host.service.length:
+        raise TooLongError(f"the prompt has {len(tokens):,} tokens, and texts may have {host.service.length:,}")
 
 
 async def _encode(host: Host, tokenizer: Any, prompt: str | list[int]) -> list[int]:
