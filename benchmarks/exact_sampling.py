@@ -72,6 +72,8 @@ MANY_SLOTS, FEW_TOKENS = 64, 256
 """Slots from which all layers are one program, and tokens of an answer by fewer slots."""
 ATTENTION = re.compile("attend|tiled_kernel|paged_kernel|latent_kernel")
 """Kernels that a layer has one of."""
+WIDE = 256
+"""Slots beyond which one engine's cache is in memory at a time."""
 COPIES = 4
 """Weights of a launch that is timed, one after another, so that the L2 cache holds none of them."""
 
@@ -260,7 +262,8 @@ class Both:
         self.bench = rl_step.Benchmark(self.flags, folder)
         self.trees = self.bench.state.trainable, self.bench.state.frozen
         run, parts = self.bench.run, self.bench.parts
-        self.layers, self._longest, self._compiled = run.model.num_hidden_layers, args.longest, set[Any]()
+        self.layers, self._longest = run.model.num_hidden_layers, args.longest
+        self._compiled, self._plans = set[tuple[str, int]](), dict[tuple[str, int], Any]()
         options: dict[str, Any] = {"dtype": run.dtype, "as_written": True}
         self.engines = {
             name: Engine(parts.graphdefs, run.model, **options, exact=name == "exact") for name in ("exact", "near")
@@ -268,17 +271,18 @@ class Both:
 
     def compile(self, slots: Sequence[int], engines: Sequence[str]) -> None:
         """Compile the programs of so many slots, those of both engines at a time."""
-        missing = {name: [n for n in slots if (name, n) not in self._compiled] for name in engines}
-        self._compiled |= {(name, n) for name, of in missing.items() for n in of}
+        missing = [(name, n) for n in slots for name in engines if (name, n) not in self._compiled]
+        self._compiled |= {*missing}
 
-        def compile_all(name: str) -> None:
-            for number in missing[name]:
-                begun = time.perf_counter()
-                self.sample(name, self.prompts(number), self._each(number), 9, slots=number)
-                print(f"{name}, {number} slots: first tokens after {time.perf_counter() - begun:.1f} s", flush=True)
+        def compile_one(engine: str, number: int) -> None:
+            begun = time.perf_counter()
+            self.sample(engine, self.prompts(number), self._each(number), 9, slots=number)
+            print(f"{engine}, {number} slots: first tokens after {time.perf_counter() - begun:.1f} s", flush=True)
 
-        with ThreadPoolExecutor(len(engines)) as pool:
-            list(pool.map(compile_all, engines))
+        # The caches of two engines with most slots would not fit beside each other.
+        for together, wide in ((2, False), (1, True)):
+            with ThreadPoolExecutor(together) as pool:
+                list(pool.map(lambda of: compile_one(*of), [of for of in missing if (of[1] > WIDE) == wide]))
 
     def _each(self, slots: int) -> int:
         return min(self.flags.answers, slots)
@@ -297,8 +301,11 @@ class Both:
 
     def _plan(self, engine: str, slots: int) -> Any:
         """Return the one plan for so many slots, so that their programs are compiled once."""
-        longest = max(len(prompt) for prompt in self.bench.prompts) + self._longest
-        return self.engines[engine].plan_lengths([(longest - self._longest, longest)] * slots, batch_size=slots)
+        if (engine, slots) not in self._plans:
+            longest = max(len(prompt) for prompt in self.bench.prompts) + self._longest
+            lengths = [(longest - self._longest, longest)] * slots
+            self._plans[engine, slots] = self.engines[engine].plan_lengths(lengths, batch_size=slots)
+        return self._plans[engine, slots]
 
     def sample(self, engine: str, prompts: list[list[int]], count: int, tokens: int | list[int], trees=None, **options):
         """Return groups of answers, all by so many slots, and the seconds that they took."""
