@@ -99,7 +99,7 @@ _SMALL: dict[str, Any] = {
     "tokens": 2048,
     "checkpointing": ("none", "device", "offload"),
     "engines": ENGINES,
-    "steps": 30,
+    "steps": 16,
 }
 """A small batch, which most people train on."""
 ROWS = {
