@@ -532,6 +532,8 @@ def main() -> None:
     if args.merge:
         results = merge(args.json, args.merge)
     else:
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
         measurements = Measurements(args)
         with ThreadPoolExecutor(args.gpus) as pool:
             list(pool.map(measurements.measure, args.rows))
