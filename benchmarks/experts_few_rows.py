@@ -27,6 +27,7 @@ from measure import table, write_results
 
 from jaxglue.ops import backend
 from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ExpertAdapter, ExpertLora, make_routing, moe_mlp, route
+from jaxglue.ops.moe.few_rows import RingTiles
 from jaxglue.ops.moe.reference import Activation
 from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant import dequantize
@@ -58,11 +59,13 @@ FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
+        "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
+        "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
+        "ring 3/3/2": {"ring": RingTiles(stages=3, programs=2)},
+        "ring 2/4/3": {"ring": RingTiles(groups=2, stages=4, programs=3)},
         "parts of 128": {"part": 128},
-        "64/256/4/3": WIDE,
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
-        "64/512/4/2, parts of 128": WIDE | {"part": 128, "block_k": 512, "num_stages": 2},
         "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
         "128/256/4/3, parts of 128": WIDE | {"part": 128, "block_n": 128},
         "128/256/8/3, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},

@@ -181,6 +181,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = load(args.engine, args.model, int(max(pictures["lengths"].max(), short["lengths"].max())))
     import torch
 
+    engines.compile_kernels_together()
     gpu = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"}
     yield {**gpu, "loaded_s": round(time.perf_counter() - begun, 1), "versions": engines.versions()}
     lengths, config, passes = pictures["lengths"], model.config, Passes(model)

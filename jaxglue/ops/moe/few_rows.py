@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
+from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int, UInt8
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.moe import few_rows_kernels
+from jaxglue.ops.moe import few_rows_kernels, few_rows_ring
 from jaxglue.ops.moe.kernels import combine_kernel
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, few_rows_tile
 from jaxglue.ops.moe.tiles import row_block
+from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
@@ -42,6 +45,20 @@ class ExpertsTiles:
     """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
+    ring: "RingTiles | None" = None
+    """Of MXFP4 through a ring, without adapters; None reads it as other formats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingTiles:
+    """Tiles of `few_rows_ring`."""
+
+    groups: int = 3
+    """Warpgroups of a program that multiply, 64 rows of a matrix each."""
+    stages: int
+    """Places of the ring."""
+    programs: int
+    """Programs of a multiprocessor."""
 
 
 _TILES = {
@@ -262,6 +279,10 @@ class TritonFewRowsExperts(Launcher):
         S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
+        if tiles.ring is not None and adapter is None:
+            return self._ring(
+                x if tokens is None else x[tokens], routing, matrices, bias, tiles.ring, sizes, activation
+            )
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         arrays: tuple[Any, ...] = (
             x,
@@ -334,3 +355,43 @@ class TritonFewRowsExperts(Launcher):
             kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers
         )
         return out
+
+    def _ring(
+        self, x, routing: Routing, matrices: _StoredMatrices, bias, tiles: RingTiles, sizes, activation
+    ) -> Float[Array, "S C"]:
+        """Multiply rows by their experts' matrices through a ring of tiles; see `_multiply`."""
+        (S, columns), (K, N), row_tiles = x.shape, sizes, routing.groups.gathered_tiles
+        gated, E = activation is not None, routing.group_sizes.shape[0]
+        rows = 2 * N if gated else N
+        threads = (tiles.groups + 1) * 128
+        registers = min(255, 65536 // (tiles.programs * threads) // 8 * 8)
+        left = (registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8
+        spec = few_rows_ring.RingSpec(
+            E=E,
+            K=K,
+            rows=rows,
+            out_columns=_columns(N, "codes" if gated else ""),
+            tiles=row_tiles.table.shape[1],
+            gated=gated,
+            alpha=GPT_OSS_ALPHA,
+            limit=GPT_OSS_LIMIT,
+            block_m=row_tiles.rows,
+            groups=tiles.groups,
+            stages=tiles.stages,
+            programs=tiles.programs * MULTIPROCESSORS,
+            registers=(min(left, 240), 24),
+        )
+        codes = TensorDescriptor.from_array(
+            matrices.values.reshape(E * rows, K // 2), (64, 64), NVMMASharedLayout(64, 8, rank=2)
+        )
+        values = [
+            TensorDescriptor.from_array(x, (count, 64), NVMMASharedLayout(128, 16, rank=2)) for count in (16, 32, 64)
+        ]
+        assert matrices.scales is not None
+        weights = routing.row_weights if gated else None
+        arrays = codes, *values, matrices.scales.reshape(E * rows, K // 32), bias, weights, row_tiles.table
+        moved = round(matrices.bytes * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * rows, bytes=moved)
+        out_type, grid = jax.ShapeDtypeStruct((S, spec.out_columns), x.dtype), (spec.programs,)
+        kernel, constants = few_rows_ring.ring_kernel, {"spec": spec}
+        return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
