@@ -483,13 +483,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--decoded", type=int, default=128, help="tokens of each stream by which a step is timed")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
+    parser.add_argument("--untried", nargs="*", help="take these kernels that no GPU has run, too; none named: all")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.untried:
-        backend.UNTRIED.clear()
+    if args.untried is not None:
+        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
     take_fitting_blocks(os.environ)
     functions = products, operations, launches, prices, profile, answers, steps
     parts = dict(zip(PARTS, functions, strict=True))

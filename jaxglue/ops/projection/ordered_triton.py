@@ -1,17 +1,21 @@
 """Launches of the kernel of products in one order, and its tiles."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
-from jaxglue.ops.launch import Launcher
+from jaxglue.ops.launch import Launcher, dot_precision
+from jaxglue.ops.projection.adapted_kernels import AdaptedSpec, adapted_kernel
 from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.projection.ordered_kernels import OrderedSpec, ordered_kernel
+from jaxglue.ops.projection.triton import rank_lanes
 
 _GROUP = 8
 """Blocks of rows that programs of the same weights share in the L2 cache."""
@@ -34,6 +38,10 @@ HALVED_ROWS = replace(FEW_ROWS, block_m=32)
 """Tiles of at most 64 rows where those would leave half of the multiprocessors idle: caches hold weights for both."""
 MANY_ROWS = OrderedTiles(block_m=256, block_n=128, block_k=64, num_warps=8, num_stages=4)
 """Tiles of so many rows that they fill the GPU, as measured."""
+
+
+GATED_ROWS = replace(FEW_ROWS, block_k=64)
+"""Tiles of at most 64 rows of gate and up, of which a multiprocessor has two programs, as in `few_rows_triton`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,66 @@ class TritonOrdered(Launcher):
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
         launched = tiles.num_warps, tiles.num_stages
         self._launch(ordered_kernel, (x, weights, outs), (), grid, {"spec": spec}, *launched, cost=cost)
+        return [jax.freeze(out) for out in outs]
+
+    def adapt(
+        self,
+        x: Float[Array, "M K"],
+        weights: Sequence[Float[Array, "N K"]],
+        downs: Sequence[Float[Array, "R K"]],
+        matrices: Sequence[Float[Array, "N R"]],
+        factors: Sequence[float],
+        *,
+        used: Bool[Array, "M R"] | None,
+        stream: Float[Array, "M N"] | None,
+        activation: str | None,
+        part: int | None,
+    ) -> list[Float[Array, "M N"]]:
+        """Return the products of `adapted_products`."""
+        (M, K), R, sizes = x.shape, len(downs[0]), [len(weight) for weight in weights]
+        tiles = self.tiles or (FEW_ROWS if activation is None else GATED_ROWS)
+        block_m = min(tiles.block_m, max(16, triton.next_power_of_2(M)))
+        block_k = min(tiles.block_k, max(16, triton.next_power_of_2(K)))
+        block_r = rank_lanes(R)
+        block_n, blocks = max(tiles.block_n, block_r), triton.cdiv(M, block_m)
+        assert part is None or part % block_k == 0
+        outs = tuple(jax.new_ref(jax.lax.empty((M, N), x.dtype)) for N in sizes[: 1 if activation else None])
+        *firsts, count = itertools.accumulate((triton.cdiv(N, block_n) for N in sizes[: len(outs)]), initial=0)
+        spec = AdaptedSpec(
+            M=M,
+            K=K,
+            R=R,
+            widths=tuple(sizes),
+            firsts=tuple(firsts),
+            tiles=count,
+            factors=tuple(factors),
+            part=part,
+            activation=activation,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            block_r=block_r,
+            precision=dot_precision(x.dtype),
+        )
+        parts, adapters = 1 if part is None else triton.cdiv(K, part), blocks * len(sizes)
+        arrays = {
+            "x": x,
+            "weights": tuple(weights),
+            "downs": tuple(downs),
+            "matrices": tuple(matrices),
+            "used": None if used is None else used.astype(jnp.uint8),
+            "stream": stream,
+            "counters": jnp.zeros(adapters + blocks, jnp.int32),
+            "parts": jax.new_ref(
+                jax.lax.empty((adapters * parts * block_n * block_m if parts > 1 else 1,), jnp.float32)
+            ),
+            "low_ranks": jax.new_ref(jax.lax.empty((adapters * block_r * block_m,), x.dtype)),
+            "outs": outs,
+        }
+        moved = (M + sum(sizes)) * K * x.dtype.itemsize + M * sum(out.shape[1] for out in outs) * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
+        grid = ((len(sizes) * parts + count) * blocks,)
+        self._launch(adapted_kernel, arrays, (), grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
         return [jax.freeze(out) for out in outs]
 
 
