@@ -263,6 +263,7 @@ UNTRIED: set[str] = {
     "halved rows in one order",
     "joined products in one order",
     "adapted products in one order",
+    "rotation with writes to the cache",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""

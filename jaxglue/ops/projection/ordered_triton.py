@@ -40,6 +40,8 @@ MANY_ROWS = OrderedTiles(block_m=256, block_n=128, block_k=64, num_warps=8, num_
 """Tiles of so many rows that they fill the GPU, as measured."""
 
 
+_ALONE_STAGES = 6
+"""Stages of a program that has a multiprocessor for itself, whose shared memory they fill."""
 GATED_ROWS = replace(FEW_ROWS, block_k=64)
 """Tiles of at most 64 rows of gate and up, of which a multiprocessor has two programs, as in `few_rows_triton`."""
 
@@ -119,6 +121,9 @@ class TritonOrdered(Launcher):
         assert part is None or part % block_k == 0
         outs = tuple(jax.new_ref(jax.lax.empty((M, N), x.dtype)) for N in sizes[: 1 if activation else None])
         *firsts, count = itertools.accumulate((triton.cdiv(N, block_n) for N in sizes[: len(outs)]), initial=0)
+        parts, adapters = 1 if part is None else triton.cdiv(K, part), blocks * len(sizes)
+        programs = (len(sizes) * parts + count) * blocks
+        stages = _ALONE_STAGES if self.tiles is None and programs <= MULTIPROCESSORS else tiles.num_stages
         spec = AdaptedSpec(
             M=M,
             K=K,
@@ -135,7 +140,6 @@ class TritonOrdered(Launcher):
             block_r=block_r,
             precision=dot_precision(x.dtype),
         )
-        parts, adapters = 1 if part is None else triton.cdiv(K, part), blocks * len(sizes)
         arrays = {
             "x": x,
             "weights": tuple(weights),
@@ -152,8 +156,7 @@ class TritonOrdered(Launcher):
         }
         moved = (M + sum(sizes)) * K * x.dtype.itemsize + M * sum(out.shape[1] for out in outs) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * K * sum(sizes), bytes=moved)
-        grid = ((len(sizes) * parts + count) * blocks,)
-        self._launch(adapted_kernel, arrays, (), grid, {"spec": spec}, tiles.num_warps, tiles.num_stages, cost=cost)
+        self._launch(adapted_kernel, arrays, (), (programs,), {"spec": spec}, tiles.num_warps, stages, cost=cost)
         return [jax.freeze(out) for out in outs]
 
 
