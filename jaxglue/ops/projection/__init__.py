@@ -31,7 +31,16 @@ from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
-from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, lora_sums, shrink
+from jaxglue.ops.projection.lora import (
+    LORA,
+    LoraCall,
+    lora_add,
+    lora_expand,
+    lora_shrink,
+    lora_straight_through,
+    lora_sums,
+    shrink,
+)
 from jaxglue.ops.projection.ordered import adapted_products, ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
@@ -171,6 +180,8 @@ def project_in_order(
     if stream is not None and RESIDUAL_SUM.load(ResidualSumCall(projection=projections[0])) is not _add_at_once:
         return None
     adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    if LORA.load(LoraCall(dtype=x.dtype, rank=len(adapters[0].A))) is None:
+        return None  # training's products with second matrices are XLA's
     products = adapted_products(
         x,
         [projection.weight for projection in projections],

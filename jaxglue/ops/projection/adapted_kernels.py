@@ -178,14 +178,18 @@ def _sum(x, weight, matrix, WHICH: tl.constexpr, stream, low_ranks, unread, out,
     second = _second(matrix, lines, spec.factors[WHICH], dtype, spec)
     acc = tl.full((spec.block_n, spec.block_m), 0.0, tl.float32)
     acc = add_steps(acc, x, weight, inside, lines, 0, STEPS, spec.K, spec.block_k)
+    product = acc.to(dtype)
     at, mask = rows.to(tl.int64)[None, :] * N + n[:, None], (rows < spec.M)[None, :] & (n < N)[:, None]
-    if stream is not None:
-        added = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32)
+    EARLY: tl.constexpr = spec.block_m * spec.block_n <= 128 * 128  # larger tiles leave no registers for it
+    if EARLY and stream is not None:
+        added = tl.load(stream + at, mask=mask, other=0.0)
     await_low_ranks(unread, spec.tiles)
     total = tl.dot(second, _low_rank(low_ranks, WHICH, spec), input_precision=spec.precision)
     if stream is None:
         total = _rounded(total, dtype)
-    total += _rounded(acc, dtype)
+    total += product.to(tl.float32)
     if stream is not None:  # unrounded: an adapter's product alone is often below a stream's last bit
-        total += added
+        if not EARLY:
+            added = tl.load(stream + at, mask=mask, other=0.0)
+        total += added.to(tl.float32)
     tl.store(out + at, total.to(dtype), mask=mask)

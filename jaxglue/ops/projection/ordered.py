@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
+from jaxglue.ops.projection.few_rows_operands import MOST_MANY_ROWS
 from jaxglue.ops.row_sums import FEWEST_ROWS
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ _WEIGHTS = 4
 """Weights of a launch."""
 _MANY_ROWS, _WIDE = 16_384, 1024
 """Rows of x and of a weight from which cuBLAS' products were seen to have this order (`exact_sampler.json`)."""
-_ADAPTED_ROWS = 64
-"""Rows up to which adapters are added in the launch of their weights, whose tiles are for as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ def adapted_products(
     """
     rows = x.reshape(-1, x.shape[-1])
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype))
-    if kernels is None or len(rows) > _ADAPTED_ROWS or "adapted products in one order" in backends.UNTRIED:
+    if kernels is None or len(rows) > MOST_MANY_ROWS or "adapted products in one order" in backends.UNTRIED:
         return None
     ranks = None if used is None else jnp.broadcast_to(used, (*x.shape[:-1], used.shape[-1])).reshape(len(rows), -1)
     added = None if stream is None else stream.reshape(-1, stream.shape[-1])

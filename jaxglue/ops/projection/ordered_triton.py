@@ -13,7 +13,7 @@ from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, dot_precision
 from jaxglue.ops.projection.adapted_kernels import AdaptedSpec, adapted_kernel
-from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
+from jaxglue.ops.projection.few_rows_operands import MOST_MANY_ROWS, MULTIPROCESSORS
 from jaxglue.ops.projection.ordered_kernels import OrderedSpec, ordered_kernel
 from jaxglue.ops.projection.triton import rank_lanes
 
@@ -40,10 +40,26 @@ MANY_ROWS = OrderedTiles(block_m=256, block_n=128, block_k=64, num_warps=8, num_
 """Tiles of so many rows that they fill the GPU, as measured."""
 
 
-_ALONE_STAGES = 6
-"""Stages of a program that has a multiprocessor for itself, whose shared memory they fill."""
-GATED_ROWS = replace(FEW_ROWS, block_k=64)
-"""Tiles of at most 64 rows of gate and up, of which a multiprocessor has two programs, as in `few_rows_triton`."""
+_ALONE_STAGES = 7
+"""Stages of a program of few rows that has a multiprocessor for itself, whose shared memory they fill."""
+
+
+def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int, *, block_k: int = 64) -> OrderedTiles:
+    sizes = {"block_m": block_m, "block_n": block_n, "block_k": block_k}
+    return OrderedTiles(**sizes, num_warps=num_warps, num_stages=num_stages)
+
+
+ADAPTED_TILES = (
+    (64, FEW_ROWS, _tiles(64, 64, 4, 4)),
+    (128, _tiles(128, 64, 4, 4, block_k=128), _tiles(128, 64, 8, 3)),
+    (256, _tiles(128, 128, 8, 6), _tiles(256, 64, 8, 4)),
+    (512, _tiles(256, 128, 8, 4), _tiles(256, 64, 8, 4)),
+)
+"""Tiles by the most rows: of products with their adapters, and of gate and up, whose program has both.
+
+All programs read rows of x and of weights by way of the L2 cache, whose rate bounds them: so tiles are as large as they
+can be for that many programs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +129,8 @@ class TritonOrdered(Launcher):
     ) -> list[Float[Array, "M N"]]:
         """Return the products of `adapted_products`."""
         (M, K), R, sizes = x.shape, len(downs[0]), [len(weight) for weight in weights]
-        tiles = self.tiles or (FEW_ROWS if activation is None else GATED_ROWS)
+        _, *choices = next(row for row in ADAPTED_TILES if row[0] >= M)
+        tiles = self.tiles or choices[activation is not None]
         block_m = min(tiles.block_m, max(16, triton.next_power_of_2(M)))
         block_k = min(tiles.block_k, max(16, triton.next_power_of_2(K)))
         block_r = rank_lanes(R)
@@ -123,7 +140,7 @@ class TritonOrdered(Launcher):
         *firsts, count = itertools.accumulate((triton.cdiv(N, block_n) for N in sizes[: len(outs)]), initial=0)
         parts, adapters = 1 if part is None else triton.cdiv(K, part), blocks * len(sizes)
         programs = (len(sizes) * parts + count) * blocks
-        stages = _ALONE_STAGES if self.tiles is None and programs <= MULTIPROCESSORS else tiles.num_stages
+        stages = _ALONE_STAGES if tiles is FEW_ROWS and programs <= MULTIPROCESSORS else tiles.num_stages
         spec = AdaptedSpec(
             M=M,
             K=K,
@@ -175,5 +192,9 @@ def tiles_of(rows: int, sizes: list[int], *, in_parts: bool = False) -> OrderedT
         idle = MULTIPROCESSORS - programs_of(rows, sizes, FEW_ROWS)
         halves = idle > MULTIPROCESSORS // 2 and "halved rows in one order" not in backend.UNTRIED
         return HALVED_ROWS if halves else FEW_ROWS
+    if in_parts:
+        return FEW_ROWS
+    if rows <= MOST_MANY_ROWS and "adapted products in one order" not in backend.UNTRIED:
+        return next(tiles for most, tiles, _ in ADAPTED_TILES if most >= rows)
     fills = programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS
-    return MANY_ROWS if fills and not in_parts else FEW_ROWS
+    return MANY_ROWS if fills else FEW_ROWS
