@@ -55,7 +55,7 @@ LAYERS = {
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
+FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
