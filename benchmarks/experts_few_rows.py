@@ -61,8 +61,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
         "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
-        "ring 3/3/2": {"ring": RingTiles(stages=3, programs=2)},
-        "ring 2/4/3": {"ring": RingTiles(groups=2, stages=4, programs=3)},
+        "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
         "parts of 128": {"part": 128},
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},

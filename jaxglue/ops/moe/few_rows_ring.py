@@ -63,7 +63,7 @@ class RingSpec:
         return self.tiles * self.blocks
 
     @property
-    def N(self) -> int:
+    def columns(self) -> int:
         """Return the columns of the result before zeros."""
         return self.rows // 2 if self.gated else self.rows
 
@@ -273,8 +273,8 @@ def _store(acc, bias, row_weights, out, group, first, end, row, spec: gl.constex
         activated = gate / (1.0 + gl.exp(gate * (-1.0 * spec.alpha))) * up * weights
         gl.store(at + _places(pair), activated.to(dtype), mask=inside)
         if (row + 64 >= spec.rows) & (row < spec.rows):
-            for i in gl.static_range((spec.out_columns - spec.N + 31) // 32):
-                beyond = pair - row // 2 + spec.N + 32 * i
+            for i in gl.static_range((spec.out_columns - spec.columns + 31) // 32):
+                beyond = pair - row // 2 + spec.columns + 32 * i
                 mask = (tokens < end)[None, None, :] & (beyond < spec.out_columns)
                 gl.store(at + _places(beyond), gl.zeros_like(activated).to(dtype), mask=mask)
     else:
