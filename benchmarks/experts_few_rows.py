@@ -150,7 +150,7 @@ class Case(NamedTuple):
         """Return the fields in which tiles differ from those in use; None for these."""
         if self.tiles == IN_USE:
             return None
-        return ADAPTED[self.tiles] if self.rank or self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
+        return ADAPTED[self.tiles] if self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
 
     def inputs(self) -> tuple[jax.Array, jax.Array, list[tuple[Any, Any, ExpertLora]]]:
         """Return tokens, routers' logits, and weights."""
@@ -216,7 +216,9 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     plain = Case(layer, form, tokens, 0)
     others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
     cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
-    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in (IN_USE, *(ADAPTED if tiled else ())) if rank]
+    rings = [tiles for tiles in others if tiles.startswith("ring")]
+    adapted = (IN_USE, *ADAPTED, *rings) if tiled else (IN_USE,)
+    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in adapted if rank]
 
 
 def main() -> None:

@@ -543,6 +543,23 @@ def experts_kernel(
 
 
 @triton.jit
+def shrink_kernel(x, table, down, counts, used, parts, low_ranks, spec: tl.constexpr):
+    """Multiply rows by their experts' first matrices of an adapter, for another launch; grid (tiles, shrinks).
+
+    x [S, x_columns]; counts [2, tiles] are zeros before and after the launch; see `experts_kernel`, of N = 0.
+    """
+    table += tl.program_id(0)
+    group, start = tl.load(table), tl.load(table + spec.tiles)
+    end, before = tl.load(table + 2 * spec.tiles), tl.load(table + 3 * spec.tiles)
+    if group < spec.E:
+        _shrink(
+            x=x, tokens=None, down=down, used=used, parts=parts, low_ranks=low_ranks,
+            unread=counts + tl.program_id(0), group=group, first=start + (tl.program_id(0) - before) * spec.block_m,
+            end=end, number=tl.program_id(1), spec=spec,
+        )  # fmt: skip
+
+
+@triton.jit
 def choose_kernel(
     logits, expert_ids, weights,
     E: tl.constexpr, X: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
