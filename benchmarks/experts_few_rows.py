@@ -62,6 +62,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
         "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
+        **{
+            f"ring {3}/{stages}/{programs} without {skip}": {
+                "ring": RingTiles(stages=stages, programs=programs, skip=skip)
+            }
+            for stages, programs in ((4, 2), (6, 1))
+            for skip in ("decode", "scales", "all")
+        },
         "parts of 128": {"part": 128},
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
@@ -216,7 +223,7 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     plain = Case(layer, form, tokens, 0)
     others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
     cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
-    rings = [tiles for tiles in others if tiles.startswith("ring")]
+    rings = [tiles for tiles in others if tiles.startswith("ring") and "without" not in tiles]
     adapted = (IN_USE, *ADAPTED, *rings) if tiled else (IN_USE,)
     return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in adapted if rank]
 
@@ -229,6 +236,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--rank", type=int, default=16, help="of adapters; 0 leaves them out")
     parser.add_argument("--variants", action="store_true", help="also other tiles, without adapters")
+    parser.add_argument("--tiles", nargs="+", help="of the cases, only those of these tiles")
     parser.add_argument("--once", action="store_true", help="run each program once, and time none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -239,6 +247,7 @@ def main() -> None:
         layer = LAYERS[name]
         for form in layer.formats if args.formats is None else [f for f in args.formats if f in layer.formats]:
             cases = [c for n in args.tokens for c in cases_of(layer, form, n, args.rank, variants=args.variants)]
+            cases = [case for case in cases if args.tiles is None or case.tiles in args.tiles]
             for case in cases[:: len(cases) - 1 or 1]:
                 case.inputs()  # made once, before threads ask for them
             with ThreadPoolExecutor(8) as pool:
@@ -247,12 +256,13 @@ def main() -> None:
                 for case, program in zip(cases, programs, strict=True):
                     jax.block_until_ready(program(*case.inputs()))
                 continue
-            rows = list[dict]()
+            rows, plain = list[dict](), dict[str, Any]()
             for case, program in zip(cases, programs, strict=True):
                 row = case.measure(program, rate)
-                if case.tiles == IN_USE and not case.rank:
+                if not case.rank and case.tiles in (IN_USE, *(args.tiles or ())[:1]):
                     plain = row
-                rows.append(row | ({"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank else {}))
+                adapters = {"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank and plain else {}
+                rows.append(row | adapters)
                 print(rows[-1], flush=True)
             results += [{"layer": name, **row} for row in rows]
             columns = dict.fromkeys(key for row in rows for key in row)

@@ -59,6 +59,8 @@ class RingTiles:
     """Places of the ring."""
     programs: int
     """Programs of a multiprocessor."""
+    skip: str = ""
+    """Of a probe: what is left out."""
 
 
 _TILES = {
@@ -384,6 +386,7 @@ class TritonFewRowsExperts(Launcher):
             block_m=block_m,
             groups=tiles.groups,
             stages=tiles.stages,
+            skip=tiles.skip,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),

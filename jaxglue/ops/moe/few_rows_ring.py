@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
 from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, await_place, barriers, release, vacate
 
+SKIPPED = gl.constexpr("mov.b32 {$0, $1}, $8; mov.b32 {$2, $3}, $8; mov.b32 {$4, $5}, $8; mov.b32 {$6, $7}, $9;")
 WIDTH = gl.constexpr(128)
 """Columns of a matrix in a tile, in whose order "codes" a thread has one block of 32."""
 
@@ -47,6 +48,8 @@ class RingSpec:
     programs: int
     registers: tuple[int, int]
     """Of a thread that multiplies, and of one that loads."""
+    skip: str = ""
+    """Of a probe: what is left out."""
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     factor: float = 1.0
@@ -196,13 +199,13 @@ def _exponents(scales, rows, step, spec: gl.constexpr):
 
 
 @gluon.jit
-def _decode(words, exponents, OPERAND: gl.constexpr):
+def _decode(words, exponents, OPERAND: gl.constexpr, ASSEMBLY: gl.constexpr):
     """Return 64 columns of values of two words of each of four blocks, rows 2i and 2i + 1 of 16 as i and i + 8."""
     # 2^(exponent − 1) in both halves of a word; see `few_rows_kernels`.
     factors = gl.minimum(exponents, 129) * 0x800080 + 126 * 0x800080
     words, factors = gl.broadcast(words, factors[:, :, None])
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        MXFP4_ASSEMBLY,
+        ASSEMBLY,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [words, factors],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -240,23 +243,34 @@ def _multiply(scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl
         row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS))), spec.E * spec.rows - 1
     )
     now, then = _exponents(scales, rows, 0, spec), _exponents(scales, rows, 1, spec)
+    ASSEMBLY: gl.constexpr = SKIPPED if spec.skip == "decode" else MXFP4_ASSEMBLY
+    if spec.skip == "all":
+        for step in range(0, STEPS):
+            await_place(ring, n + step)
+            release(ring, n + step)
+        return acc, more
     for step in range(0, STEPS):
         place = await_place(ring, n + step)
         words = codes.index(place * GROUPS + GROUP).load(FLAT)
-        halves = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
-        for half in gl.static_range(2):
-            w = _decode(gl.convert_layout(halves[half], WORDS, assert_trivial=True), now, OPERAND)
-            at = 2 * place + half
-            acc = warpgroup_mma(w, x.index(at * PARTS).permute((1, 0)), acc, is_async=True)
-            if MORE > 0:
-                v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-                tokens = x_more.index(at * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-                more = warpgroup_mma(v, tokens, more, is_async=True)
-                acc, more, w = warpgroup_mma_wait(0, deps=[acc, more, w])
-            else:
-                acc, w = warpgroup_mma_wait(0, deps=[acc, w])
+        first, second = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
+        w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+        acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
+        if MORE > 0:
+            v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+            tokens = x_more.index(2 * place * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+            more = warpgroup_mma(v, tokens, more, is_async=True)
+        u = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+        acc = warpgroup_mma(u, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
+        if MORE > 0:
+            v = gl.convert_layout(u, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+            tokens = x_more.index((2 * place + 1) * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+            more = warpgroup_mma(v, tokens, more, is_async=True)
+            acc, more, w, u = warpgroup_mma_wait(0, deps=[acc, more, w, u])
+        else:
+            acc, w, u = warpgroup_mma_wait(0, deps=[acc, w, u])
         release(ring, n + step)
-        now, then = then, _exponents(scales, rows, step + 2, spec)
+        if spec.skip != "scales":
+            now, then = then, _exponents(scales, rows, step + 2, spec)
     if spec.R > 0:
         RANKS: gl.constexpr = spec.ranks
         b = _second_matrix(up, row, OPERAND, x.dtype, spec)
