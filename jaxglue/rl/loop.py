@@ -70,7 +70,7 @@ class RolloutSteps(Iterator[Step]):
         """Segment slots of every batch."""
         self.see: See = RowImages.with_patches
         """See `BatchIterator.see`."""
-        self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests)
+        self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests, plan.rules)
         self._writer: Writer | None = None
         self._window: deque[Step] = deque()
         self._following = 0

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
@@ -82,9 +82,9 @@ class Image:
     key: bytes
     """Stands for its bytes."""
     grid: Grid
-    patches: UInt8[np.ndarray, "P C"] | None = None
+    patches: UInt8[np.ndarray, "P C"] | None = field(default=None, compare=False)
     """A pair of a video's frames has both side by side; None where its features are known."""
-    read: Callable[[], bytes] | None = None
+    read: Callable[[], bytes] | None = field(default=None, compare=False)
     """Returns its bytes; None where it has its patches."""
     stays: bool = True
     """It is seen in later steps again; False for one that an environment made."""
