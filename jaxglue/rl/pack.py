@@ -325,7 +325,7 @@ def _pack(
     images = None
     if reader is not None:
         parts = [[part for group, _ in row for part in _parts(group, shared, reader.rules)] for row in rows]
-        images = reader.rows(tokens, parts, max(reader.count(row) for row in parts))
+        images = reader.rows(tokens, parts)
     batch = Batch(
         tokens=tokens,  # type: ignore[arg-type]
         targets=targets,  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def _parts(group: Group, shared: bool, rules: ImageRules) -> Iterator[DocumentPa
     """Yield the parts of a group in a row, with the images of each whole."""
     prompt, images = len(group.prompt), images_before(group.prompt, group.images, rules)
     if shared:
-        yield DocumentPart(0, 0, prompt - 1, 0, images)
+        yield DocumentPart(0, prompt - 1, images)
     for answer in group.answers:
         own = [PlacedImage(prompt + first, image) for first, image in answer.images]
-        yield DocumentPart(0, prompt - 1 if shared else 0, prompt - 1 + len(answer.tokens), 0, [*images, *own])
+        yield DocumentPart(prompt - 1 if shared else 0, prompt - 1 + len(answer.tokens), [*images, *own])

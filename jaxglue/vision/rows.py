@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Int, Int32, UInt8
 
 from jaxglue.ops.row_split import split_tokens
 from jaxglue.ops.segments import BatchKind, PackedSegments, RowSplit, pack_segments, segment_bucket
@@ -224,6 +224,20 @@ class PromptImages:
         inside = self.places < len(keyed)
         keyed[self.places[inside]] = self.keys[inside]
         return keyed
+
+
+def read_prompt(
+    tokens: Sequence[int] | Int[np.ndarray, " T"],
+    images: Sequence[Image],
+    places: Int32[np.ndarray, " I"],
+    features_of: Callable[[Image], Float[np.ndarray, "i D"]],
+    processor: Processor,
+) -> tuple[list[int], PromptImages]:
+    """Return a prompt as the model reads it, and its images as of `PromptImages.of`."""
+    read = np.array(tokens)
+    if processor.stand_in is not None:
+        read[places] = processor.stand_in
+    return read.tolist(), PromptImages.of(images, places, features_of, processor)
 
 
 def feature_keys(images: Sequence[Image], processor: Processor) -> Int32[np.ndarray, " I"]:
