@@ -4,7 +4,7 @@ import re
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -243,13 +243,9 @@ class ImageReader:
             return []
         numbers = records.of_document(document)
         firsts = self.rules.firsts(tokens, [records.grid(number) for number in numbers])
-        return [PlacedImage(first, self._stored(number)) for first, number in zip(firsts, numbers, strict=False)]
-
-    def _stored(self, number: int) -> Image:
-        records = self.store.images
-        assert records is not None
-        key = records.digests[number].tobytes()
-        return Image(key=key, grid=records.grid(number), read=partial(records.read, number))
+        return [
+            PlacedImage(first, Image.of(records.record(number))) for first, number in zip(firsts, numbers, strict=False)
+        ]
 
     def part(self, document: int, begin: int, end: int, seen: int) -> DocumentPart:
         """Return some tokens of a document whose images are among so many tokens from its start."""
@@ -274,20 +270,26 @@ class ImageReader:
 
     def images_of(self, document: int) -> list[Image]:
         """Return the images of a whole document, in order."""
-        assert self.store.images is not None
-        return self.decoded([self._stored(number) for number in self.store.images.of_document(document)])
+        records = self.store.images
+        assert records is not None
+        return self.decoded([Image.of(records.record(number)) for number in records.of_document(document)])
 
     def decoded(self, images: Sequence[Image]) -> list[Image]:
         """Return images with patches where these are needed."""
+        return decode(images, self.rules.processor, self.kept)
 
-        def decode(image: Image) -> Image:
-            known = self.kept and all(image.cache_key in features for features in self.kept)
-            return image if known else image.decoded(self.rules.processor)
 
-        by_key = {image.cache_key: image for image in images}
-        with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
-            found = dict(zip(by_key, pool.map(decode, by_key.values()), strict=True))
-        return [found[image.cache_key] for image in images]
+def decode(images: Sequence[Image], processor: Processor, kept: Sequence[Container[tuple]] = ()) -> list[Image]:
+    """Return images with patches, but for those whose features are in all that is kept, by `Image.cache_key`."""
+
+    def with_patches(image: Image) -> Image:
+        known = kept and all(image.cache_key in features for features in kept)
+        return image if known else image.decoded(processor)
+
+    by_key = {image.cache_key: image for image in images}
+    with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
+        found = dict(zip(by_key, pool.map(with_patches, by_key.values()), strict=True))
+    return [found[image.cache_key] for image in images]
 
 
 def cut_before_image(

@@ -81,7 +81,7 @@ class RolloutSteps(Iterator[Step]):
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._writer = make_writer(self.plan, policy, tokenizer)
-        self.plan.judge.load_models(tokenizer)
+        self.plan.judge.load_models(tokenizer, self.plan.rules)
 
     def release(self) -> None:
         """Let go of the model, whose arrays would stay, until another one comes."""
