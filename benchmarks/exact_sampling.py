@@ -9,7 +9,7 @@ weights and programs, and each row is written as it comes:
 - `products`: share of bits that products in one order have in common with XLA's of training's rows, and, if some
   differ, with orders of sums in so many parts.
 - `operations`: the same for the operations of a layer (`rl_rounding.py --exact`).
-- `launches`: microseconds of a layer's products in one order, by tiles, beside those that are near.
+- `launches`: microseconds of a layer's products in one order with their adapters, by tiles.
 - `prices`: milliseconds of a decode step of exact sampling, and of sampling that is near, in turns.
 - `profile`: microseconds of each kernel of a layer in decode steps of both.
 - `answers`: largest difference of log-probabilities of sampling and training, by slots, prompts alike or not, and with
@@ -24,12 +24,13 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import jax
@@ -37,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import rl_rounding
 import rl_step
-from measure import milliseconds, table, write_results
+from measure import device_events, table, write_results
 from shapes import SHAPES
 from traces import gpu_events
 
@@ -48,9 +49,8 @@ from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models import config_from_hf
 from jaxglue.ops import backend
-from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
-from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection, project
-from jaxglue.ops.projection.ordered import ORDERED, ordered_products
+from jaxglue.ops.projection import project
+from jaxglue.ops.projection.ordered import ordered_products
 from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.rl.pack import Group, TrainedAnswer
 
@@ -59,12 +59,13 @@ FEW = 1, 16, 64, 256, 512, 2048
 SPLITS = 1, 2, 3, 4, 6, 8
 """Parts of a sum, added in their order, with which XLA's is compared."""
 TILES = (
-    *((32, 64, 128, 4, 4), (32, 64, 128, 4, 6), (32, 64, 256, 4, 4), (64, 64, 128, 4, 4), (64, 64, 128, 4, 6)),
-    *((64, 64, 256, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4), (64, 128, 128, 4, 4), (64, 128, 64, 8, 4)),
+    *((64, 64, 128, 4, 4), (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 256, 4, 3), (64, 64, 128, 8, 4)),
+    *((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (32, 64, 128, 4, 4), (32, 64, 256, 4, 4), (32, 64, 128, 8, 4)),
+    *((32, 64, 64, 4, 6), (16, 64, 256, 4, 4)),
 )
 MANY_TILES = (
-    *((64, 64, 128, 4, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 128, 4, 3), (128, 128, 64, 4, 4)),
-    *((128, 128, 64, 8, 4), (256, 64, 64, 4, 4), (256, 64, 64, 8, 4), (256, 128, 64, 8, 4)),
+    *((128, 64, 64, 4, 4), (128, 64, 64, 8, 3), (128, 64, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3)),
+    *((128, 128, 64, 8, 6), (256, 64, 64, 8, 2), (256, 64, 64, 8, 4), (256, 128, 64, 8, 4)),
 )
 """Rows of x and of weights, columns in a step, warps and stages; those of more than 64 rows."""
 RANK = 16
@@ -76,15 +77,6 @@ WIDE = 256
 """Slots beyond which one engine's cache is in memory at a time."""
 COPIES = 4
 """Weights of a launch that is timed, one after another, so that the L2 cache holds none of them."""
-
-
-class Conditions(NamedTuple):
-    """Conditions of products in decode steps."""
-
-    exact: bool
-    inference: bool = True
-    dropout_key: jax.Array | None = None
-    fp8: bool = False
 
 
 def matrices_of(shape: dict[str, Any]) -> dict[str, tuple[int, int, Any]]:
@@ -138,89 +130,59 @@ def products(args: Namespace, bench: "Bench") -> Iterator[dict[str, Any]]:
         yield row
 
 
-def projection(seed: int, N: int, K: int) -> Projection:
-    """Return a random projection with an adapter."""
-    draw = lambda key, *shape: jax.random.normal(jax.random.key(10 * seed + key), shape)  # noqa: E731
-    adapter = LowRankAdapter(A=draw(1, RANK, K).astype(jnp.bfloat16), B=draw(2, N, RANK), scale=2.0)
-    return Projection(weight=(draw(0, N, K) * K**-0.5).astype(jnp.bfloat16), adapter=adapter)
-
-
 def launches(args: Namespace, bench: "Bench") -> Iterator[dict[str, Any]]:
-    """Time a layer's products with their adapters, exact and near, and those in one order by tiles."""
-    sizes = matrices_of(SHAPES[args.shape])
-    named = {"q·k·v": ("q", "k", "k"), "o": ("o",), "feed-forward": ("gate", "gate", "down")}
-    for name, matrices in named.items():
-        weights = [
-            [arrays_of(projection(100 * copy + i, *sizes[matrix][:2])) for i, matrix in enumerate(matrices)]
-            for copy in range(COPIES)
-        ]
-        for rows in (rows for rows in args.slots if rows >= MANY_SLOTS):
-            yield {"launches": name, "rows": rows} | times_of(name, weights, rows, sizes["o"][0])
-    weight = [[(jax.random.normal(jax.random.key(1), sizes["head"][:2], jnp.bfloat16), None, None)]]
-    for rows in (rows for rows in args.slots if rows >= MANY_SLOTS):
-        yield {"launches": "head", "rows": rows} | times_of("head", weight, rows, sizes["o"][0])
-
-
-def arrays_of(projection: Projection) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the weight and the adapter's matrices."""
-    assert projection.adapter is not None
-    return projection.weight, projection.adapter.A, projection.adapter.B
-
-
-def times_of(name: str, copies: list[list[tuple[Any, Any, Any]]], rows: int, D: int) -> dict[str, Any]:
-    """Return the microseconds of products of some rows, and of those of weights alone by tiles."""
-    x = jax.random.normal(jax.random.key(3), (1, rows, copies[0][0][0].shape[1]), jnp.bfloat16)
-    stream = jax.random.normal(jax.random.key(4), (1, rows, D), jnp.bfloat16)
-
-    def adapted(x, stream, copies, conditions):
-        for arrays in copies:
-            own = [
-                Projection(weight=w, adapter=None if a is None else LowRankAdapter(A=a, B=b, scale=2.0))
-                for w, a, b in arrays
-            ]
-            if name == "feed-forward":
-                yield gated_mlp(x, GatedParts(*own), conditions, stream=stream)
-            elif name == "head":
-                yield (
-                    ordered_products(x, [own[0].weight], jnp.float32)
-                    if conditions.exact
-                    else project(x, own[0].weight, jnp.float32)
-                )
-            else:
-                yield adapted_projection(x, own, conditions, stream=stream if name == "o" else None)
-
-    def alone(x, copies):
-        for arrays in copies:
-            weights, downs = [w for w, _, _ in arrays], [a for _, a, _ in arrays if a is not None]
-            if name == "feed-forward":
-                y = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], len(weights[0])))
-                yield ordered_products(x, weights[:2], joined=downs[:2])
-                yield ordered_products(y, [weights[2], downs[2]], part=1024)
-            else:
-                yield ordered_products(x, weights, jnp.float32 if name == "head" else None, joined=downs)
-
-    def spent(call: Callable, *arrays: Any) -> float:
-        return round(1e3 * milliseconds(jax.jit(lambda *of: list(call(*of))), *arrays) / len(copies), 1)
-
-    found = {
-        kind: spent(lambda *of, kind=kind: adapted(*of, Conditions(exact=kind == "exact")), x, stream, copies)
-        for kind in ("near", "exact")
-    }
-    found["MB"] = round(sum(a.nbytes for a in jax.tree.leaves(copies[0])) / 1e6, 1)
+    """Time the launches of a layer's products with their adapters by tiles, and the head's."""
     if jax.default_backend() != "gpu":
-        return found
+        return
+    sizes = matrices_of(SHAPES[args.shape])
+    named = {"q·k·v": ("q", "k", "k"), "o": ("o",), "gate·up": ("gate", "gate"), "down": ("down",), "head": ("head",)}
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)  # noqa: E731
+    for rows in (rows for rows in args.slots if rows >= MANY_SLOTS):
+        for name, matrices in named.items():
+            shapes, rank = [sizes[matrix][:2] for matrix in matrices], 0 if name == "head" else RANK
+            copies = [
+                [
+                    (draw(i, *s), draw(9, rank, s[1]), draw(8, s[0], rank).astype(jnp.float32))
+                    for i, s in enumerate(shapes)
+                ]
+                for _ in range(1 if name == "head" else COPIES)
+            ]
+            megabytes = sum(own[0].nbytes for own in copies[0]) / 1e6
+            x, stream = draw(3, rows, shapes[0][1]), draw(4, rows, shapes[0][0])
+            yield {"launch": name, "rows": rows, "MB": round(megabytes, 1)} | times_by_tiles(name, copies, x, stream)
+
+
+def times_by_tiles(name: str, copies: list[list[tuple[Any, Any, Any]]], x, stream) -> dict[str, Any]:
+    """Return the microseconds of a launch of some rows by tiles, from profiles."""
     from jaxglue.ops.projection.ordered_triton import OrderedTiles, TritonOrdered
 
     fields = "block_m", "block_n", "block_k", "num_warps", "num_stages"
-    by_tiles: dict[str, float | str] = {"default": spent(alone, x, copies)}
-    for tiles in TILES if rows <= 64 else MANY_TILES:
-        kernels = TritonOrdered.of((9, 0), tiles=OrderedTiles(**dict(zip(fields, tiles, strict=True))))
-        with ORDERED.using(kernels):
-            try:
-                by_tiles["×".join(map(str, tiles))] = spent(alone, x, copies)
-            except Exception as error:  # such as too little shared memory
-                by_tiles["×".join(map(str, tiles))] = f"{type(error).__name__}: {str(error)[:80]}"
-    return found | {"by tiles": by_tiles}
+    options: dict[str, Any] = {"used": None, "part": 1024 if name == "down" else None}
+    options["activation"] = "silu" if name == "gate·up" else None
+
+    def multiply(tiles: tuple[int, ...] | None, x, stream, copies) -> list[Any]:
+        named = tiles and OrderedTiles(**dict(zip(fields, tiles, strict=True)))
+        kernels, outs = TritonOrdered.of((9, 0), tiles=named), []
+        for weights, downs, matrices in (zip(*own, strict=True) for own in copies):
+            if name == "head":
+                outs.append(kernels.multiply(x, weights, jnp.float32))
+            else:
+                added = stream if name in ("o", "down") else None
+                factors = [2.0] * len(weights)
+                outs.append(kernels.adapt(x, weights, downs, matrices, factors, stream=added, **options))
+        return outs
+
+    found: dict[str, float | str] = {}
+    for tiles in (None, *(TILES if len(x) <= 64 else MANY_TILES)):
+        label = "default" if tiles is None else "×".join(map(str, tiles))
+        try:
+            call = jax.jit(partial(multiply, tiles)).lower(x, stream, copies).compile()
+            taken = device_events(partial(call, x, stream, copies), calls=3)
+            longest = sorted(taken)[-3 * len(copies) :]  # without the fills of counters
+            found[label] = round(1e3 * float(np.median(longest)), 1)
+        except Exception as error:  # such as too little shared memory
+            found[label] = f"{type(error).__name__}: {str(error)[:60]}"
+    return found
 
 
 def operations(args: Namespace, bench: "Bench") -> Iterator[dict[str, Any]]:
@@ -429,9 +391,11 @@ def layer_rows(
     spent, idle = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     end = events[0][1][0] if events else 0.0
     for name, (_, (begun, ended)) in zip(names, events, strict=True):
-        of_layer = max(1, round(counts[name] / steps / layers))
-        key = f"{name} · {seen[name] % of_layer + 1}" if of_layer > 1 else name
+        each = round(counts[name] / steps)  # launches of a step, those of a layer and then those behind the last layer
+        of_layer, place = max(1, each // layers), seen[name] % max(1, each)
         seen[name] += 1
+        key = f"{name} · {place % of_layer + 1}" if of_layer > 1 else name
+        key += " behind the layers" if layers * of_layer <= place < each else ""
         spent[key].append(1e3 * (ended - begun))
         idle[key].append(1e3 * max(0.0, begun - end))
         end = max(end, ended)
@@ -483,13 +447,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--decoded", type=int, default=128, help="tokens of each stream by which a step is timed")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
+    parser.add_argument("--untried", nargs="*", help="take these kernels that no GPU has run, too; none named: all")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.untried:
-        backend.UNTRIED.clear()
+    if args.untried is not None:
+        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
     take_fitting_blocks(os.environ)
     functions = products, operations, launches, prices, profile, answers, steps
     parts = dict(zip(PARTS, functions, strict=True))

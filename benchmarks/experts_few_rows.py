@@ -52,17 +52,24 @@ LAYERS = {
     "gpt-oss-20b": Layer(32, 4, 2880, 2880, "gpt_oss", ("mxfp4", "none")),
     "qwen3-30b-a3b": Layer(128, 8, 2048, 768, "swiglu", ("none", "fp8", "nf4", "int8")),
     "qwen3.5-35b-a3b": Layer(256, 8, 2048, 512, "swiglu", ("fp8", "nf4")),
+    "granite-4-h-small": Layer(72, 10, 4096, 768, "swiglu", ("fp8",)),
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
+FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
         "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
-        "ring 3/3/2": {"ring": RingTiles(stages=3, programs=2)},
-        "ring 2/4/3": {"ring": RingTiles(groups=2, stages=4, programs=3)},
+        "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
+        **{
+            f"ring {3}/{stages}/{programs} without {skip}": {
+                "ring": RingTiles(stages=stages, programs=programs, skip=skip)
+            }
+            for stages, programs in ((4, 2), (6, 1))
+            for skip in ("decode", "scales", "all")
+        },
         "parts of 128": {"part": 128},
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
@@ -72,7 +79,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "nf4": {"64/256/4/3": WIDE, "64/128/4/5": WIDE | {"block_k": 128, "num_stages": 5}},
     "int8": {"64/256/4/3": WIDE},
-    "fp8": {"64/256/4/3": WIDE},
+    "fp8": {
+        "64/256/4/3": WIDE,
+        "64/128/4/4": WIDE | {"block_k": 128, "num_stages": 4},
+        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
+        "128/128/8/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "num_warps": 8},
+    },
 }
 """Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
 ADAPTED: dict[str, dict[str, Any]] = {
@@ -151,7 +163,7 @@ class Case(NamedTuple):
         """Return the fields in which tiles differ from those in use; None for these."""
         if self.tiles == IN_USE:
             return None
-        return ADAPTED[self.tiles] if self.rank or self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
+        return ADAPTED[self.tiles] if self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
 
     def inputs(self) -> tuple[jax.Array, jax.Array, list[tuple[Any, Any, ExpertLora]]]:
         """Return tokens, routers' logits, and weights."""
@@ -217,7 +229,9 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     plain = Case(layer, form, tokens, 0)
     others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
     cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
-    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in (IN_USE, *(ADAPTED if tiled else ())) if rank]
+    rings = [tiles for tiles in others if tiles.startswith("ring") and "without" not in tiles]
+    adapted = (IN_USE, *ADAPTED, *rings) if tiled else (IN_USE,)
+    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in adapted if rank]
 
 
 def main() -> None:
@@ -228,6 +242,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--rank", type=int, default=16, help="of adapters; 0 leaves them out")
     parser.add_argument("--variants", action="store_true", help="also other tiles, without adapters")
+    parser.add_argument("--tiles", nargs="+", help="of the cases, only those of these tiles")
     parser.add_argument("--once", action="store_true", help="run each program once, and time none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -238,6 +253,7 @@ def main() -> None:
         layer = LAYERS[name]
         for form in layer.formats if args.formats is None else [f for f in args.formats if f in layer.formats]:
             cases = [c for n in args.tokens for c in cases_of(layer, form, n, args.rank, variants=args.variants)]
+            cases = [case for case in cases if args.tiles is None or case.tiles in args.tiles]
             for case in cases[:: len(cases) - 1 or 1]:
                 case.inputs()  # made once, before threads ask for them
             with ThreadPoolExecutor(8) as pool:
@@ -246,12 +262,13 @@ def main() -> None:
                 for case, program in zip(cases, programs, strict=True):
                     jax.block_until_ready(program(*case.inputs()))
                 continue
-            rows = list[dict]()
+            rows, plain = list[dict](), dict[str, Any]()
             for case, program in zip(cases, programs, strict=True):
                 row = case.measure(program, rate)
-                if case.tiles == IN_USE and not case.rank:
+                if not case.rank and case.tiles in (IN_USE, *(args.tiles or ())[:1]):
                     plain = row
-                rows.append(row | ({"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank else {}))
+                adapters = {"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank and plain else {}
+                rows.append(row | adapters)
                 print(rows[-1], flush=True)
             results += [{"layer": name, **row} for row in rows]
             columns = dict.fromkeys(key for row in rows for key in row)

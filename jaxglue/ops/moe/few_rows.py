@@ -43,6 +43,8 @@ class ExpertsTiles:
     """Columns of MXFP4 that are decoded before they are multiplied: 64, or a multiple of 128."""
     late: bool = False
     """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
+    half: bool = False
+    """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
     ring: "RingTiles | None" = None
@@ -59,6 +61,8 @@ class RingTiles:
     """Places of the ring."""
     programs: int
     """Programs of a multiprocessor."""
+    skip: str = ""
+    """Of a probe: what is left out."""
 
 
 _TILES = {
@@ -76,11 +80,9 @@ _MXFP4_TILES = {
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
     tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
-    return (
-        tiles
-        if "experts' low ranks by several programs" in backend.UNTRIED
-        else replace(tiles, late=True, shrink_k=512)
-    )
+    if "experts' low ranks by several programs" not in backend.UNTRIED:
+        tiles = replace(tiles, late=True, shrink_k=512)
+    return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -174,6 +176,17 @@ def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
     elif order == "pairs":
         x = x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
     return x
+
+
+def divided(x: Float[Array, "M K"]) -> tuple[Float[Array, "M K"], Float[Array, " M"]]:
+    """Return rows divided by powers of two so that float16 holds them, and the powers.
+
+    Of 16 bits only values below 2⁻²⁸ of their row's largest lose any.
+    """
+    largest = jnp.abs(x).max(axis=1).astype(jnp.float32)
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    powers = jnp.maximum(jax.lax.bitcast_convert_type(exponents, jnp.float32), 2.0**-100) * 2.0**-14
+    return (x.astype(jnp.float32) / powers[:, None]).astype(jnp.float16), powers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,16 +289,18 @@ class TritonFewRowsExperts(Launcher):
 
         Columns of x are in the order of the matrices, those of the result in `order`.
         """
-        S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
+        S, (K, N), out_columns, dtype = routing.permutation.size, sizes, _columns(sizes[1], order), x.dtype
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
-        if tiles.ring is not None and adapter is None:
-            return self._ring(
-                x if tokens is None else x[tokens], routing, matrices, bias, tiles.ring, sizes, activation
-            )
+        if tiles.ring is not None and activation in (None, "gpt_oss") and not exact:
+            rows = x if tokens is None else x[tokens]
+            return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
+        is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
+            powers,
             tokens,
             matrices.values,
             matrices.scales,
@@ -305,12 +320,12 @@ class TritonFewRowsExperts(Launcher):
         shrink_steps = triton.cdiv(min(K, tiles.shrink_k) if tiles.shrink_k and not exact else K, block_k)
         shrinks = triton.cdiv(triton.cdiv(K, block_k), shrink_steps)
         # Results come last, those of adapters first; arguments without use are None.
-        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), x.dtype)]
+        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), dtype)]
         if adapter is None:
             arrays += None, None
         else:
             ranks = adapter.constants["block_r"]
-            results.insert(0, ((S, ranks), x.dtype))
+            results.insert(0, ((S, ranks), dtype))
             if shrinks > 1:
                 results.insert(0, ((shrinks, S, ranks), jnp.float32))
             else:
@@ -357,15 +372,22 @@ class TritonFewRowsExperts(Launcher):
         return out
 
     def _ring(
-        self, x, routing: Routing, matrices: _StoredMatrices, bias, tiles: RingTiles, sizes, activation
+        self,
+        x,
+        routing: Routing,
+        matrices: _StoredMatrices,
+        bias,
+        adapter: _Adapter | None,
+        tiles: RingTiles,
+        sizes: tuple[int, int],
+        activation: Activation | None,
     ) -> Float[Array, "S C"]:
         """Multiply rows by their experts' matrices through a ring of tiles; see `_multiply`."""
         (S, columns), (K, N), row_tiles = x.shape, sizes, routing.groups.gathered_tiles
         gated, E = activation is not None, routing.group_sizes.shape[0]
-        rows = 2 * N if gated else N
+        rows, block_m = 2 * N if gated else N, row_tiles.rows
         threads = (tiles.groups + 1) * 128
         registers = min(255, 65536 // (tiles.programs * threads) // 8 * 8)
-        left = (registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8
         spec = few_rows_ring.RingSpec(
             E=E,
             K=K,
@@ -375,23 +397,69 @@ class TritonFewRowsExperts(Launcher):
             gated=gated,
             alpha=GPT_OSS_ALPHA,
             limit=GPT_OSS_LIMIT,
-            block_m=row_tiles.rows,
+            block_m=block_m,
             groups=tiles.groups,
             stages=tiles.stages,
+            skip=tiles.skip,
             programs=tiles.programs * MULTIPROCESSORS,
-            registers=(min(left, 240), 24),
+            registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
+            **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
         )
-        codes = TensorDescriptor.from_array(
-            matrices.values.reshape(E * rows, K // 2), (64, 64), NVMMASharedLayout(64, 8, rank=2)
-        )
-        values = [
-            TensorDescriptor.from_array(x, (count, 64), NVMMASharedLayout(128, 16, rank=2)) for count in (16, 32, 64)
-        ]
+        codes = matrices.values.reshape(E * rows, K // 2)
+        codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
+        low_ranks, up = [None] * 3, None
+        if adapter is not None:
+            low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
         assert matrices.scales is not None
-        weights = routing.row_weights if gated else None
-        arrays = codes, *values, matrices.scales.reshape(E * rows, K // 32), bias, weights, row_tiles.table
-        moved = round(matrices.bytes * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
-        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * K * rows, bytes=moved)
+        scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
+        arrays = codes, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
+        stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
+        moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)
         out_type, grid = jax.ShapeDtypeStruct((S, spec.out_columns), x.dtype), (spec.programs,)
         kernel, constants = few_rows_ring.ring_kernel, {"spec": spec}
         return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
+
+    def _low_ranks(self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int) -> Float[Array, "S 64"]:
+        """Multiply rows by their experts' first matrices of an adapter; zeros beyond its rank."""
+        (S, columns), R, tiles, block_k = x.shape, adapter.A.shape[1], row_tiles.table.shape[1], 128
+        steps = 512 // block_k
+        shrinks = triton.cdiv(triton.cdiv(K, block_k), steps)
+        spec = few_rows_kernels.ExpertsSpec(
+            E=E,
+            K=K,
+            N=0,
+            x_columns=columns,
+            out_columns=0,
+            tiles=tiles,
+            transposed=True,
+            stored="mxfp4",
+            factor=1.0,
+            order="codes",
+            plain=self.plain,
+            gated=False,
+            gpt_oss=False,
+            gelu=False,
+            alpha=0.0,
+            limit=0.0,
+            block_m=row_tiles.rows,
+            fewer=(),
+            block_n=64,
+            block_k=block_k,
+            R=R,
+            block_r=64,
+            **({"shrinks": shrinks, "shrink_steps": steps, "S": S} if shrinks > 1 else {}),
+        )
+        arrays: tuple[Any, ...] = x, row_tiles.table, adapter.A, jnp.zeros((2, tiles), jnp.int32), adapter.used
+        results = [((shrinks, S, 64), jnp.float32), ((S, 64), x.dtype)]
+        if shrinks == 1:
+            arrays, results = (*arrays, None), results[1:]
+        moved = round(adapter.A.size * adapter.A.dtype.itemsize * min(1.0, S / E)) + S * columns * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * R * K, bytes=moved)
+        out_types, kernel = tuple(jax.ShapeDtypeStruct(*result) for result in results), few_rows_kernels.shrink_kernel
+        return self._launch(kernel, arrays, out_types, (tiles, shrinks), {"spec": spec}, 4, 3, cost=cost)[-1]
+
+
+def _by_rows(x: Float[Array, "S C"]) -> list[TensorDescriptor]:
+    """Describe x by tiles of 16, 32 and 64 rows, and 64 columns."""
+    return [TensorDescriptor.from_array(x, (rows, 64), NVMMASharedLayout(128, 16, rank=2)) for rows in (16, 32, 64)]

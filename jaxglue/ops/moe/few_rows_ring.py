@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
 from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, await_place, barriers, release, vacate
 
+SKIPPED = gl.constexpr("mov.b32 {$0, $1}, $8; mov.b32 {$2, $3}, $8; mov.b32 {$4, $5}, $8; mov.b32 {$6, $7}, $9;")
 WIDTH = gl.constexpr(128)
 """Columns of a matrix in a tile, in whose order "codes" a thread has one block of 32."""
 
@@ -43,9 +44,26 @@ class RingSpec:
     groups: int
     """Warpgroups that multiply."""
     stages: int
+    """Places of the ring."""
     programs: int
     registers: tuple[int, int]
     """Of a thread that multiplies, and of one that loads."""
+    skip: str = ""
+    """Of a probe: what is left out."""
+    R: int = 0
+    """Rank of the experts' adapter; 0 without."""
+    factor: float = 1.0
+    """Multiplies the adapter's second matrices."""
+
+    @property
+    def ranks(self) -> int:
+        """Return the ranks that are multiplied, zeros among them: 16, 32 or 64."""
+        return max(16, 1 << (self.R - 1).bit_length())
+
+    @property
+    def places(self) -> int:
+        """Return the places that a part of the result takes: tiles of a row, and the low ranks."""
+        return self.steps + (self.R > 0)
 
     @property
     def steps(self) -> int:
@@ -63,7 +81,7 @@ class RingSpec:
         return self.tiles * self.blocks
 
     @property
-    def N(self) -> int:
+    def columns(self) -> int:
         """Return the columns of the result before zeros."""
         return self.rows // 2 if self.gated else self.rows
 
@@ -110,19 +128,19 @@ def _as_rows(values, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(x, values, place, full, row, step, FIRST: gl.constexpr):
-    """Load rows of x of a step, to their place from its FIRST row on."""
+def _load_values(x, values, place, full, row, step, FIRST: gl.constexpr, HALVES: gl.constexpr):
+    """Load rows of x of a step, or of its first half, to their place from its FIRST row on."""
     ROWS: gl.constexpr = x.block_type.shape[0]
     PARTS: gl.constexpr = values.shape[1] // ROWS
     view = _as_rows(values, ROWS)
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         to = view.index((2 * place + half) * PARTS + FIRST // ROWS)
         tma.async_copy_global_to_shared(x, [row, step * WIDTH + half * 64], full, to)
 
 
 @gluon.jit
-def _load_part(codes, x, more, ring, values, n, row, first, MORE: gl.constexpr, spec: gl.constexpr):
-    """Load all tiles of a part of the result, from the n-th place on."""
+def _load_part(codes, x, more, low, low_more, ring, values, n, row, first, MORE: gl.constexpr, spec: gl.constexpr):
+    """Load all tiles of a part of the result, from the n-th place on, and then low ranks."""
     GROUPS: gl.constexpr = spec.groups
     LEAST: gl.constexpr = GROUPS * codes.block_type.nbytes + 2 * x.block_type.nbytes
     BYTES: gl.constexpr = LEAST + 2 * more.block_type.nbytes if MORE else LEAST
@@ -133,37 +151,43 @@ def _load_part(codes, x, more, ring, values, n, row, first, MORE: gl.constexpr, 
         for group in gl.static_range(GROUPS):
             at = [row + group * GROUP_ROWS, step * (WIDTH // 2)]
             tma.async_copy_global_to_shared(codes, at, full, ring.tiles.index(place * GROUPS + group))
-        _load_values(x, values, place, full, first, step, 0)
+        _load_values(x, values, place, full, first, step, 0, 2)
         if MORE:
-            _load_values(more, values, place, full, first + FIRST, step, FIRST)
+            _load_values(more, values, place, full, first + FIRST, step, FIRST, 2)
+    if spec.R > 0:
+        LOW: gl.constexpr = low.block_type.nbytes
+        place, full = vacate(ring, n + STEPS, LOW + low_more.block_type.nbytes if MORE else LOW)
+        _load_values(low, values, place, full, first, 0, 0, 1)
+        if MORE:
+            _load_values(low_more, values, place, full, first + FIRST, 0, FIRST, 1)
 
 
 @gluon.jit
-def _load_tiles(codes, x_16, x_32, x_64, table, ring, values, spec: gl.constexpr):
+def _load_tiles(codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec: gl.constexpr):
     """Load the tiles of all parts of a program."""
     n = 0
     ITEMS: gl.constexpr = spec.items
-    STEPS: gl.constexpr = spec.steps
+    PLACES: gl.constexpr = spec.places
     for item in range(gl.program_id(0), ITEMS, spec.programs):
         group, first, end, row = _assignment(table, item, spec)
         if group < spec.E:
             row += group * spec.rows
             count = end - first
             if spec.block_m == 16:
-                _load_part(codes, x_16, x_16, ring, values, n, row, first, False, spec)
+                _load_part(codes, x_16, x_16, low_16, low_16, ring, values, n, row, first, False, spec)
             elif spec.block_m == 32:
                 if count <= 16:
-                    _load_part(codes, x_16, x_16, ring, values, n, row, first, False, spec)
+                    _load_part(codes, x_16, x_16, low_16, low_16, ring, values, n, row, first, False, spec)
                 else:
-                    _load_part(codes, x_32, x_32, ring, values, n, row, first, False, spec)
+                    _load_part(codes, x_32, x_32, low_32, low_32, ring, values, n, row, first, False, spec)
             else:
                 if count <= 32:
-                    _load_part(codes, x_32, x_32, ring, values, n, row, first, False, spec)
+                    _load_part(codes, x_32, x_32, low_32, low_32, ring, values, n, row, first, False, spec)
                 elif count <= 48:
-                    _load_part(codes, x_32, x_16, ring, values, n, row, first, True, spec)
+                    _load_part(codes, x_32, x_16, low_32, low_16, ring, values, n, row, first, True, spec)
                 else:
-                    _load_part(codes, x_64, x_64, ring, values, n, row, first, False, spec)
-            n += STEPS
+                    _load_part(codes, x_64, x_64, low_64, low_64, ring, values, n, row, first, False, spec)
+            n += PLACES
 
 
 @gluon.jit
@@ -171,17 +195,17 @@ def _exponents(scales, rows, step, spec: gl.constexpr):
     """Load the exponents of a tile of rows, one of each 32 columns; beyond the last column this one's."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, rows.type.layout.parent)
     blocks = gl.minimum(step * (WIDTH // 32) + gl.arange(0, 4, layout=LAYOUT), spec.K // 32 - 1)
-    return gl.load(scales + rows[:, None] * (spec.K // 32) + blocks[None, :])
+    return gl.load(scales + rows[:, None] * (spec.K // 32) + blocks[None, :]).to(gl.int32)
 
 
 @gluon.jit
-def _decode(words, exponents, OPERAND: gl.constexpr):
+def _decode(words, exponents, OPERAND: gl.constexpr, ASSEMBLY: gl.constexpr):
     """Return 64 columns of values of two words of each of four blocks, rows 2i and 2i + 1 of 16 as i and i + 8."""
     # 2^(exponent − 1) in both halves of a word; see `few_rows_kernels`.
-    factors = (gl.minimum(exponents.to(gl.int32), 129) + 126) * 0x800080
+    factors = gl.minimum(exponents, 129) * 0x800080 + 126 * 0x800080
     words, factors = gl.broadcast(words, factors[:, :, None])
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        MXFP4_ASSEMBLY,
+        ASSEMBLY,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [words, factors],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -195,7 +219,7 @@ def _decode(words, exponents, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(scales, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr,
+def _multiply(scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr,
               spec: gl.constexpr):  # fmt: skip
     """Return products of 64 rows with BLOCK_M tokens, and with MORE after them, from the n-th place on."""
     WORDS: gl.constexpr = _words_layout(2)
@@ -219,24 +243,58 @@ def _multiply(scales, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl.con
         row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS))), spec.E * spec.rows - 1
     )
     now, then = _exponents(scales, rows, 0, spec), _exponents(scales, rows, 1, spec)
+    ASSEMBLY: gl.constexpr = SKIPPED if spec.skip == "decode" else MXFP4_ASSEMBLY
+    if spec.skip == "all":
+        for step in range(0, STEPS):
+            await_place(ring, n + step)
+            release(ring, n + step)
+        return acc, more
     for step in range(0, STEPS):
         place = await_place(ring, n + step)
         words = codes.index(place * GROUPS + GROUP).load(FLAT)
-        halves = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
-        for half in gl.static_range(2):
-            w = _decode(gl.convert_layout(halves[half], WORDS, assert_trivial=True), now, OPERAND)
-            at = 2 * place + half
-            acc = warpgroup_mma(w, x.index(at * PARTS).permute((1, 0)), acc, is_async=True)
-            if MORE > 0:
-                v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-                tokens = x_more.index(at * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-                more = warpgroup_mma(v, tokens, more, is_async=True)
-                acc, more, w = warpgroup_mma_wait(0, deps=[acc, more, w])
-            else:
-                acc, w = warpgroup_mma_wait(0, deps=[acc, w])
+        first, second = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
+        w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+        acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
+        if MORE > 0:
+            v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+            tokens = x_more.index(2 * place * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+            more = warpgroup_mma(v, tokens, more, is_async=True)
+        u = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+        acc = warpgroup_mma(u, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
+        if MORE > 0:
+            v = gl.convert_layout(u, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+            tokens = x_more.index((2 * place + 1) * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+            more = warpgroup_mma(v, tokens, more, is_async=True)
+            acc, more, w, u = warpgroup_mma_wait(0, deps=[acc, more, w, u])
+        else:
+            acc, w, u = warpgroup_mma_wait(0, deps=[acc, w, u])
         release(ring, n + step)
-        now, then = then, _exponents(scales, rows, step + 2, spec)
+        if spec.skip != "scales":
+            now, then = then, _exponents(scales, rows, step + 2, spec)
+    if spec.R > 0:
+        RANKS: gl.constexpr = spec.ranks
+        b = _second_matrix(up, row, OPERAND, x.dtype, spec)
+        at = 2 * await_place(ring, n + STEPS)
+        acc = warpgroup_mma(b, x.index(at * PARTS).slice(0, RANKS, dim=1).permute((1, 0)), acc, is_async=True)
+        if MORE > 0:
+            v = gl.convert_layout(b, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+            tokens = x_more.index(at * MORE_PARTS + BLOCK_M // MORE).slice(0, RANKS, dim=1).permute((1, 0))
+            more = warpgroup_mma(v, tokens, more, is_async=True)
+            acc, more, b = warpgroup_mma_wait(0, deps=[acc, more, b])
+        else:
+            acc, b = warpgroup_mma_wait(0, deps=[acc, b])
+        release(ring, n + STEPS)
     return acc, more
+
+
+@gluon.jit
+def _second_matrix(up, row, OPERAND: gl.constexpr, dtype: gl.constexpr, spec: gl.constexpr):
+    """Return 64 rows of the adapter's second matrices times its factor, in the order of `_decode`."""
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
+    rows = gl.minimum(row + lane // 16 * 16 + lane % 8 * 2 + lane // 8 % 2, spec.E * spec.rows - 1)
+    ranks = gl.arange(0, spec.ranks, layout=gl.SliceLayout(0, OPERAND))
+    b = gl.load(up + rows[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
+    return (b.to(gl.float32) * spec.factor).to(dtype)
 
 
 @gluon.jit
@@ -273,8 +331,8 @@ def _store(acc, bias, row_weights, out, group, first, end, row, spec: gl.constex
         activated = gate / (1.0 + gl.exp(gate * (-1.0 * spec.alpha))) * up * weights
         gl.store(at + _places(pair), activated.to(dtype), mask=inside)
         if (row + 64 >= spec.rows) & (row < spec.rows):
-            for i in gl.static_range((spec.out_columns - spec.N + 31) // 32):
-                beyond = pair - row // 2 + spec.N + 32 * i
+            for i in gl.static_range((spec.out_columns - spec.columns + 31) // 32):
+                beyond = pair - row // 2 + spec.columns + 32 * i
                 mask = (tokens < end)[None, None, :] & (beyond < spec.out_columns)
                 gl.store(at + _places(beyond), gl.zeros_like(activated).to(dtype), mask=mask)
     else:
@@ -286,20 +344,20 @@ def _store(acc, bias, row_weights, out, group, first, end, row, spec: gl.constex
 def _part(arrays, ring, values, n, group, first, end, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
           MORE: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """Compute a warpgroup's rows of a part of the result."""
-    scales, bias, row_weights, out = arrays
-    acc, more = _multiply(scales, ring, values, n, group * spec.rows + row, GROUP, BLOCK_M, MORE, spec)
+    scales, up, bias, row_weights, out = arrays
+    acc, more = _multiply(scales, up, ring, values, n, group * spec.rows + row, GROUP, BLOCK_M, MORE, spec)
     _store(acc, bias, row_weights, out, group, first, end, row, spec)
     if MORE > 0:
         _store(more, bias, row_weights, out, group, first + BLOCK_M, end, row, spec)
 
 
 @gluon.jit
-def _compute(scales, bias, row_weights, out, table, ring, values, GROUP: gl.constexpr, spec: gl.constexpr):
+def _compute(scales, up, bias, row_weights, out, table, ring, values, GROUP: gl.constexpr, spec: gl.constexpr):
     """Compute a warpgroup's rows of all parts of a program."""
-    arrays = scales, bias, row_weights, out
+    arrays = scales, up, bias, row_weights, out
     n = 0
     ITEMS: gl.constexpr = spec.items
-    STEPS: gl.constexpr = spec.steps
+    PLACES: gl.constexpr = spec.places
     for item in range(gl.program_id(0), ITEMS, spec.programs):
         group, first, end, row = _assignment(table, item, spec)
         if group < spec.E:
@@ -319,17 +377,20 @@ def _compute(scales, bias, row_weights, out, table, ring, values, GROUP: gl.cons
                     _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 16, spec)
                 else:
                     _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
-            n += STEPS
+            n += PLACES
 
 
 @gluon.jit
-def ring_kernel(codes, x_16, x_32, x_64, scales, bias, row_weights, table, out, spec: gl.constexpr):
+def ring_kernel(
+    codes, x_16, x_32, x_64, scales, low_16, low_32, low_64, up, bias, row_weights, table, out, spec: gl.constexpr
+):  # fmt: skip
     """Multiply rows of x by their experts' matrices; grid (programs).
 
     codes describes [E · rows, K / 2] by tiles [64, 64]; x_16, x_32 and x_64 describe [S, columns], columns in the order
-    "codes" with zeros beyond K, by tiles of as many rows and 64 columns; scales [E · rows, K / 32]. out [S,
-    out_columns] is the product, or with `row_weights` [S] the activation times these, in the order "codes", with zeros
-    beyond N columns.
+    "codes" with zeros beyond K, by tiles of as many rows and 64 columns; scales [E · rows, K / 32]. Likewise low_16,
+    low_32 and low_64 describe [S, 64], products with an adapter's first matrices and zeros, of whose second ones, up
+    [E · rows, R], products are added. out [S, out_columns] is the product, or with `row_weights` [S] the activation
+    times these, in the order "codes", with zeros beyond N columns.
     """
     GROUPS: gl.constexpr = spec.groups
     STAGES: gl.constexpr = spec.stages
@@ -344,8 +405,8 @@ def ring_kernel(codes, x_16, x_32, x_64, scales, bias, row_weights, table, out, 
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_load_tiles, (codes, x_16, x_32, x_64, table, ring, values, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
+                (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
             ],
             [1],
             [LOADER],
@@ -353,9 +414,9 @@ def ring_kernel(codes, x_16, x_32, x_64, scales, bias, row_weights, table, out, 
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 1, spec)),
-                (_load_tiles, (codes, x_16, x_32, x_64, table, ring, values, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
+                (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
             ],
             [4, 1],
             [REGISTERS, LOADER],
@@ -363,10 +424,10 @@ def ring_kernel(codes, x_16, x_32, x_64, scales, bias, row_weights, table, out, 
     else:
         gl.warp_specialize(
             [
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 1, spec)),
-                (_compute, (scales, bias, row_weights, out, table, ring, values, 2, spec)),
-                (_load_tiles, (codes, x_16, x_32, x_64, table, ring, values, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 2, spec)),
+                (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER],
