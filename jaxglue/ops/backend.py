@@ -264,6 +264,7 @@ UNTRIED: set[str] = {
     "joined products in one order",
     "adapted products in one order",
     "rotation with writes to the cache",
+    "pages looked up a tile before",
 }
 """Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
 passed, no other call does."""
