@@ -13,7 +13,7 @@ from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, dot_precision
 from jaxglue.ops.projection.adapted_kernels import AdaptedSpec, adapted_kernel
-from jaxglue.ops.projection.few_rows_operands import MOST_MANY_ROWS, MULTIPROCESSORS
+from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.projection.ordered_kernels import OrderedSpec, ordered_kernel
 from jaxglue.ops.projection.triton import rank_lanes
 
@@ -38,15 +38,15 @@ def _tiles(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages:
 
 
 FEW_ROWS = _tiles(64, 64, 128, 4, 4)
-"""Tiles of at most 64 rows, as measured (`benchmarks/exact_sampler.py`)."""
-HALVED_ROWS = replace(FEW_ROWS, block_m=32)
-"""Tiles of at most 64 rows where those would leave half of the multiprocessors idle: caches hold weights for both."""
+"""Tiles of at most 64 rows; all are as measured on an H200 with matrices of Qwen3-8B (`exact_prices_h200.json`)."""
+ALONE_ROWS = replace(FEW_ROWS, num_stages=7)
+"""The same of programs that have a multiprocessor each, whose shared memory they fill."""
 CROWDED_ROWS = _tiles(64, 64, 64, 4, 6)
-"""Tiles of at most 64 rows with so many weights that a multiprocessor has two programs."""
+"""Tiles of at most 64 rows with so many weights that a multiprocessor has two programs at a time."""
 MANY_ROWS = _tiles(256, 128, 64, 8, 4)
-"""Tiles of so many rows that they fill the GPU, as measured."""
-SOME_ROWS = (256, _tiles(128, 64, 64, 4, 4)), (512, _tiles(128, 128, 64, 8, 4))
-"""Tiles by the most rows, of which a feed-forward of Qwen3-8B takes least time on an H200."""
+"""Tiles of so many rows that they fill the GPU."""
+SOME_ROWS = (128, _tiles(128, 64, 128, 4, 4)), (256, _tiles(128, 128, 64, 8, 6)), (512, MANY_ROWS)
+"""Tiles by the most rows: all programs read x and weights by way of the L2 cache, and large tiles read less."""
 GATED_ROWS = (64, _tiles(64, 64, 64, 4, 4)), (128, _tiles(128, 64, 64, 8, 3)), (512, _tiles(256, 64, 64, 8, 4))
 """The same of gate and up, whose program has tiles of both."""
 
@@ -175,19 +175,15 @@ def programs_of(rows: int, sizes: list[int], tiles: OrderedTiles) -> int:
 def tiles_of(rows: int, sizes: list[int], *, in_parts: bool = False) -> OrderedTiles:
     """Return tiles that fill the GPU, which change no sum.
 
-    Large tiles read less, and small ones of some hundred rows leave fewer multiprocessors idle. Sums in parts have two
-    accumulators, for which large tiles have no registers.
+    Sums in parts have two accumulators, for which large tiles have no registers.
     """
-    fused = "adapted products in one order" not in backend.UNTRIED
     if rows <= FEW_ROWS.block_m:
         programs = programs_of(rows, sizes, FEW_ROWS)
-        if fused and programs > 2 * MULTIPROCESSORS:
+        if programs > 2 * MULTIPROCESSORS and "crowded rows in one order" not in backend.UNTRIED:
             return CROWDED_ROWS
-        halves = MULTIPROCESSORS - programs > MULTIPROCESSORS // 2 and "halved rows in one order" not in backend.UNTRIED
-        return HALVED_ROWS if halves else FEW_ROWS
+        return ALONE_ROWS if programs <= MULTIPROCESSORS else FEW_ROWS
     if in_parts:
         return FEW_ROWS
-    fills = programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS
-    if fused and not fills and rows <= MOST_MANY_ROWS:
-        return next(tiles for most, tiles in SOME_ROWS if most >= rows)
-    return MANY_ROWS if fills else FEW_ROWS
+    if programs_of(rows, sizes, MANY_ROWS) >= 2 * MULTIPROCESSORS:
+        return MANY_ROWS
+    return next((tiles for most, tiles in SOME_ROWS if most >= rows), FEW_ROWS)
