@@ -458,17 +458,19 @@ def main() -> None:
     functions = products, operations, launches, prices, profile, answers, steps
     parts = dict(zip(PARTS, functions, strict=True))
     results: dict[str, list[dict[str, Any]]] = {}
-    # Programs for fewer answers, which threads would compile beside, would be waited for.
-    with ExitStack() as stack, patch.object(window_sizes, "_fewer", lambda slots: []):
+    with ExitStack() as stack:
         bench = Bench(args, stack)
         for name in args.parts:
             rows, begun = results.setdefault(name, []), time.perf_counter()
+            # Programs for fewer answers, which threads compile beside, would be waited for.
+            whole = patch.object(window_sizes, "_fewer", lambda slots: []) if name != "steps" else nullcontext()
             try:
-                for row in parts[name](args, bench):
-                    rows.append(row)
-                    print(row, flush=True)
-                    if args.json:
-                        write_results(args.json, results)
+                with whole:
+                    for row in parts[name](args, bench):
+                        rows.append(row)
+                        print(row, flush=True)
+                        if args.json:
+                            write_results(args.json, results)
             except Exception as error:  # the other parts still say something
                 print(f"{name} FAILED: {type(error).__name__}: {str(error)[:1000]}", flush=True)
             same = [row for row in rows if row.keys() == rows[0].keys()]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_triton
 from jaxglue.ops.norm_rope import (
     LLAMA_NORM,
@@ -412,7 +411,7 @@ def append_in_order(
     Arguments are as of `append`.
     """
     _check_shapes(cache, *q.shape[1:])
-    if rotary is not None and cache.key_scales is None and "rotation with writes to the cache" not in backends.UNTRIED:
+    if rotary is not None and cache.key_scales is None:
         call = NormCall(dtype=q.dtype, style=style_of(norms), interleaved=rotary.config.interleaved)
         kernels: Any = PAGED_ATTENTION.load(PagedCall(dtype=q.dtype, cache=cache, forked=True))
         if kernels is not None and NORM_ROPE.load(call) is not None:

@@ -46,14 +46,25 @@ def rotate_append_kernel(
 
 
 @triton.jit
+def _pages_of(table, tile, before, shared, end, PAGE: tl.constexpr, spec: tl.constexpr):
+    """Return the first token of a tile, and the pages of this one and of the tile's last."""
+    first = tl.where(tile < before, tile * spec.block_n, shared + (tile - before) * spec.block_n)
+    last = tl.minimum(first + spec.block_n, end) - 1
+    return first, tl.load(table + tl.minimum(first, last) // PAGE), tl.load(table + last // PAGE)
+
+
+@triton.jit
 def tiled_kernel(
     q, keys, values, tables, positions, forks, sinks, out,
-    TABLE: tl.constexpr, PAGE: tl.constexpr, spec: tl.constexpr,
+    TABLE: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Attend the G query heads of a slot's key/value head; grid (S · K).
 
     q and out are [S, K, G, H], keys and values [pages, K, PAGE, H], tables [S, TABLE]. Tiles begin at multiples of
     block_n tokens, and of those from `forks` [S] on. With a window, a token sees so many, itself included.
+
+    AHEAD, where tiles are in two pages at most, these are looked up a tile before: else a tile's keys would be loaded
+    no earlier than its pages, and waited for.
     """
     slot, head = tl.program_id(0) // spec.K, tl.program_id(0) % spec.K
     lane, slots, column = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n), tl.arange(0, spec.width)
@@ -68,14 +79,21 @@ def tiled_kernel(
     if spec.window > 0:  # tiles that the token does not see would change no bit
         low = tl.maximum(end - spec.window, 0)
         first = tl.where(low < shared, low // spec.block_n, before + (low - shared) // spec.block_n)
+    table = tables + slot * TABLE
+    if AHEAD:
+        start, page, last_page = _pages_of(table, first, before, shared, end, PAGE, spec)
     for tile in range(first, before + tl.cdiv(end - shared, spec.block_n)):
         own = tile >= before
         tokens = tl.where(own, shared + (tile - before) * spec.block_n, tile * spec.block_n) + slots
         inside = tokens < tl.where(own, end, shared)
         if spec.window > 0:
             inside &= tokens >= low
-        page = tl.load(tables + slot * TABLE + tokens // PAGE, mask=inside, other=0)
-        rows = (page.to(tl.int64) * spec.K + head) * PAGE + tokens % PAGE
+        if AHEAD:
+            pages = tl.where(tokens // PAGE == start // PAGE, page, last_page)
+            start, page, last_page = _pages_of(table, tile + 1, before, shared, end, PAGE, spec)
+        else:
+            pages = tl.load(table + tokens // PAGE, mask=inside, other=0)
+        rows = (pages.to(tl.int64) * spec.K + head) * PAGE + tokens % PAGE
         k_tile = _load_tokens(keys, rows, inside, spec.H, spec.width)
         scores = capped(tl.dot(q_tile, tl.trans(k_tile)), spec)
         scores = tl.where(inside[None, :], scores, MASKED)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops import backend
 from jaxglue.ops.attention.kernels import AttentionKernelSpec
 from jaxglue.ops.attention.tiles import AttentionTiles, kernel_tiles
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
@@ -31,6 +32,8 @@ _COMBINED = 128
 """Columns of the shares that a program adds up; those of latents, 512, with all shares would not fit its registers."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
+_AHEAD_STAGES = 3
+"""Stages of tiles of a token whose pages are known before: a multiprocessor has place for three programs."""
 _FEWEST = 16
 """Tokens of a warp in a step: the least that tensor cores multiply."""
 
@@ -226,8 +229,10 @@ class TritonTiledPages(Launcher):
             block_n=tiles.block_n,
         )
         arrays = q, cache.keys, cache.values, tables, positions, forks, q if sinks is None else sinks
-        constants = {"TABLE": tables.shape[1], "PAGE": page, "spec": spec}
-        compiled, cost = (tiles.num_warps, tiles.num_stages), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        ahead = tiles.block_n <= page and "pages looked up a tile before" not in backend.UNTRIED
+        constants = {"TABLE": tables.shape[1], "PAGE": page, "AHEAD": ahead, "spec": spec}
+        stages = _AHEAD_STAGES if ahead and self.tiles is None else tiles.num_stages
+        compiled, cost = (tiles.num_warps, stages), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         out = (shape_dtype_of(q),)
         return self._launch(tiled_kernels.tiled_kernel, arrays, out, (S * K,), constants, *compiled, cost=cost)[0]
 

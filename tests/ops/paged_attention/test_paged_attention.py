@@ -229,12 +229,16 @@ def test_append_rotates_and_writes_to_its_places():
     assert int((np.abs(cache.values).sum((1, 3)) > 0).sum()) == 5
 
 
-def rotated_by(rotary, norms, arrays, at_once):
-    """Return queries and the cache after `append_in_order`, in one launch or by rotation and then writes."""
-    untried = set() if at_once else {"rotation with writes to the cache"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxglue.ops.backend.UNTRIED", untried)
-        return jax.jit(lambda *new: append_in_order(*new, rotary, norms, 0.5))(*arrays)
+def rotated_and_written(rotary, norms, q, k, v, cache, pages, offsets, rope):
+    """Return queries and the cache of `append_in_order`, by a rotation and then writes."""
+    q, k = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=0.5)
+    return q[0], append(q[0], k[0], v, cache, pages, offsets, rope, None)[2]
+
+
+def compare_rotated(arrays, rotary, norms):
+    got = jax.jit(lambda *new: append_in_order(*new, rotary, norms, 0.5))(*arrays)
+    want = jax.jit(partial(rotated_and_written, rotary, norms))(*arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (x, y))), got, want)
 
 
 @pytest.mark.parametrize(("group", "has_norms", "part"), [(4, True, 1.0), repeat(5, False, 1.0), (1, True, 0.5)])
@@ -242,23 +246,18 @@ def test_rotation_with_writes_to_the_cache_has_the_bits_of_both(group, has_norms
     from jaxglue.ops.norm_rope.triton import TritonNormRope
     from jaxglue.ops.paged_attention.triton import TritonTiledPages
 
-    H = 24 if group == 5 else 16
-    arrays, rotary, norms = append_case(5, 2 * group, 2, H, part=part)
+    arrays, rotary, norms = append_case(5, 2 * group, 2, 24 if group == 5 else 16, part=part)
     rotation, pages = (interpreted(kind)(compute_capability=90) for kind in (TritonNormRope, TritonTiledPages))
-    case = rotary, norms if has_norms else None, arrays
     with NORM_ROPE.using(rotation), PAGED_ATTENTION.using(pages), APPEND.using(kernels(interpreted)):
-        got, want = (rotated_by(*case, at_once) for at_once in (True, False))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+        compare_rotated(arrays, rotary, norms if has_norms else None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("has_norms", "part"), [(True, 1.0), (False, 1.0), (True, 0.5)])
 def test_rotation_with_writes_to_the_cache_has_the_bits_of_both_on_a_gpu(has_norms, part):
     (*new, _, pages, offsets, rope), rotary, norms = append_case(64, 32, 8, 128, part=part)
-    cache = make_pages(65, 8, PAGE, 128, jnp.bfloat16)
-    arrays = *(x.astype(jnp.bfloat16) for x in new), cache, pages, offsets, rope
-    got, want = (rotated_by(rotary, norms if has_norms else None, arrays, at_once) for at_once in (True, False))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (x, y))), got, want)
+    cache, new = make_pages(65, 8, PAGE, 128, jnp.bfloat16), [x.astype(jnp.bfloat16) for x in new]
+    compare_rotated((*new, cache, pages, offsets, rope), rotary, norms if has_norms else None)
 
 
 def test_float8_pages_need_scales():
