@@ -62,6 +62,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
         "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
+        "ring 3/6/2 ahead 2": {"ring": RingTiles(stages=6, programs=2, ahead=2)},
+        "ring 2/6/2 ahead 3": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3)},
+        "ring 3/6/1 ahead 3": {"ring": RingTiles(stages=6, programs=1, ahead=3)},
         **{
             f"ring {3}/{stages}/{programs} without {skip}": {
                 "ring": RingTiles(stages=stages, programs=programs, skip=skip)

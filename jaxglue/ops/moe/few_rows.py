@@ -61,6 +61,8 @@ class RingTiles:
     """Programs of a multiprocessor."""
     skip: str = ""
     """Of a probe: what is left out."""
+    ahead: int = 0
+    """Steps ahead in which registers ask for codes; 0 where codes pass through the ring."""
 
 
 _TILES = {
@@ -387,18 +389,19 @@ class TritonFewRowsExperts(Launcher):
             groups=tiles.groups,
             stages=tiles.stages,
             skip=tiles.skip,
+            ahead=tiles.ahead,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
         )
-        codes = matrices.values.reshape(E * rows, K // 2)
-        codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
+        plain = matrices.values.reshape(E * rows, K // 2)
+        codes = TensorDescriptor.from_array(plain, (64, 64), NVMMASharedLayout(64, 8, rank=2))
         low_ranks, up = [None] * 3, None
         if adapter is not None:
             low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
         assert matrices.scales is not None
         scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
-        arrays = codes, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
+        arrays = codes, plain, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
         stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
         moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)
