@@ -45,6 +45,8 @@ class ExpertsTiles:
     """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
+    parted: bool = True
+    """Up to 48 rows of 64 are multiplied as 32 and 16; else as 64."""
     ring: "RingTiles | None" = None
     """Of MXFP4 through a ring, without adapters; None reads it as other formats."""
 
@@ -61,6 +63,8 @@ class RingTiles:
     """Programs of a multiprocessor."""
     skip: str = ""
     """Of a probe: what is left out."""
+    sync: int = 0
+    parted: bool = True
     ahead: int = 0
     """Steps ahead in which registers ask for codes; 0 where codes pass through the ring."""
 
@@ -158,11 +162,11 @@ def _columns(count: int, order: str) -> int:
     return -(-count // 128) * 128 if order == "codes" else count
 
 
-def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
+def _fewer(rows: int, parted: bool) -> tuple[tuple[int, int], ...]:
     """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
     if rows <= 16:
         return ()
-    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
+    return ((rows // 2, 0), (rows // 2, rows // 4)) if rows > 32 and parted else ((rows // 2, 0),)
 
 
 def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
@@ -336,7 +340,7 @@ class TritonFewRowsExperts(Launcher):
             alpha=GPT_OSS_ALPHA,
             limit=GPT_OSS_LIMIT,
             block_m=row_tiles.rows,
-            fewer=_fewer(row_tiles.rows),
+            fewer=_fewer(row_tiles.rows, tiles.parted),
             block_n=block_n,
             block_k=block_k,
             exact=exact,
@@ -390,6 +394,8 @@ class TritonFewRowsExperts(Launcher):
             stages=tiles.stages,
             skip=tiles.skip,
             ahead=tiles.ahead,
+            sync=tiles.sync,
+            parted=tiles.parted,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),

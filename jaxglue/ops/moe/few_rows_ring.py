@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -50,6 +51,10 @@ class RingSpec:
     """Of a thread that multiplies, and of one that loads."""
     skip: str = ""
     """Of a probe: what is left out."""
+    sync: int = 0
+    """Most tokens whose products are mma.sync's, each warp's own, in place of a warpgroup's."""
+    parted: bool = True
+    """Up to 48 tokens are multiplied as 32 and 16; else as 64."""
     ahead: int = 0
     """Steps ahead in which registers ask for codes, 2 or 3; 0 where codes pass through the ring."""
     R: int = 0
@@ -109,6 +114,14 @@ def _sums_layout(rows: int):
     more = [[0, 0, 1 << bit] for bit in range(3, rows.bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout([[0, 0, 1], *more], lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 8, rows])
+
+
+@gluon.constexpr_function
+def _products_layout(rows: int, sync: bool):
+    """Return the layout of products of a warpgroup's 64 rows with so many tokens."""
+    if sync:
+        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
 @gluon.jit
@@ -238,7 +251,8 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
     """Return products of 64 rows with BLOCK_M tokens, and with MORE after them, from the n-th place on."""
     WORDS: gl.constexpr = _words_layout(2)
     FLAT: gl.constexpr = _flat_words_layout()
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SYNC: gl.constexpr = spec.sync >= BLOCK_M and MORE == 0
+    ACC: gl.constexpr = _products_layout(BLOCK_M, SYNC)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     GROUPS: gl.constexpr = spec.groups
     STEPS: gl.constexpr = spec.steps
@@ -247,7 +261,7 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
     acc = gl.zeros([64, BLOCK_M], gl.float32, layout=ACC)
     more = acc
     if MORE > 0:
-        MORE_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16])
+        MORE_ACC: gl.constexpr = _products_layout(MORE, SYNC)
         MORE_PARTS: gl.constexpr = values.shape[1] // MORE
         x_more = _as_rows(values, MORE)
         more = gl.zeros([64, MORE], gl.float32, layout=MORE_ACC)
@@ -284,21 +298,30 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
         else:
             words = tiles.index(place * GROUPS + GROUP).load(FLAT)
         first, second = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
-        w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-        acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
-        if MORE > 0:
-            v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-            tokens = x_more.index(2 * place * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-            more = warpgroup_mma(v, tokens, more, is_async=True)
-        u = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-        acc = warpgroup_mma(u, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
-        if MORE > 0:
-            v = gl.convert_layout(u, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-            tokens = x_more.index((2 * place + 1) * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-            more = warpgroup_mma(v, tokens, more, is_async=True)
-            acc, more, w, u = warpgroup_mma_wait(0, deps=[acc, more, w, u])
+        if SYNC:
+            TOKENS: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+            tokens = x.index(2 * place * PARTS).permute((1, 0)).load(TOKENS)
+            w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+            acc = mma_v2(w, tokens, acc)
+            tokens = x.index((2 * place + 1) * PARTS).permute((1, 0)).load(TOKENS)
+            w = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+            acc = mma_v2(w, tokens, acc)
         else:
-            acc, w, u = warpgroup_mma_wait(0, deps=[acc, w, u])
+            w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+            acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
+            if MORE > 0:
+                v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+                tokens = x_more.index(2 * place * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+                more = warpgroup_mma(v, tokens, more, is_async=True)
+            u = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
+            acc = warpgroup_mma(u, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
+            if MORE > 0:
+                v = gl.convert_layout(u, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
+                tokens = x_more.index((2 * place + 1) * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
+                more = warpgroup_mma(v, tokens, more, is_async=True)
+                acc, more, w, u = warpgroup_mma_wait(0, deps=[acc, more, w, u])
+            else:
+                acc, w, u = warpgroup_mma_wait(0, deps=[acc, w, u])
         release(ring, n + step)
         if spec.skip != "scales":
             now, then = then, _exponents(scales, rows, step + 2, spec)
@@ -306,13 +329,17 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
         RANKS: gl.constexpr = spec.ranks
         b = _second_matrix(up, row, OPERAND, x.dtype, spec)
         at = 2 * await_place(ring, n + STEPS)
-        acc = warpgroup_mma(b, x.index(at * PARTS).slice(0, RANKS, dim=1).permute((1, 0)), acc, is_async=True)
-        if MORE > 0:
+        tokens = x.index(at * PARTS).slice(0, RANKS, dim=1).permute((1, 0))
+        if SYNC:
+            acc = mma_v2(b, tokens.load(gl.DotOperandLayout(1, ACC, 2)), acc)
+        elif MORE > 0:
+            acc = warpgroup_mma(b, tokens, acc, is_async=True)
             v = gl.convert_layout(b, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
             tokens = x_more.index(at * MORE_PARTS + BLOCK_M // MORE).slice(0, RANKS, dim=1).permute((1, 0))
             more = warpgroup_mma(v, tokens, more, is_async=True)
             acc, more, b = warpgroup_mma_wait(0, deps=[acc, more, b])
         else:
+            acc = warpgroup_mma(b, tokens, acc, is_async=True)
             acc, b = warpgroup_mma_wait(0, deps=[acc, b])
         release(ring, n + STEPS)
     return acc, more
@@ -404,10 +431,14 @@ def _compute(codes, scales, up, bias, row_weights, out, table, ring, values, GRO
             else:
                 if count <= 32:
                     _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 0, spec)
-                elif count <= 48:
-                    _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 16, spec)
                 else:
-                    _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
+                    if spec.parted:
+                        if count <= 48:
+                            _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 16, spec)
+                        else:
+                            _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
+                    else:
+                        _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
             n += PLACES
 
 
