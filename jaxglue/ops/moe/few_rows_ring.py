@@ -280,6 +280,8 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
     else:
         CODES: gl.constexpr = gl.NVMMASharedLayout(64, 32, rank=2)
         tiles = ring.tiles._reinterpret(gl.int32, [ring.tiles.shape[0], 64, 16], CODES)
+    if spec.R > 0:  # asked for before the sum, which hides it
+        b = _second_matrix(up, row, OPERAND, spec)
     ASSEMBLY: gl.constexpr = SKIPPED if spec.skip == "decode" else MXFP4_ASSEMBLY
     if spec.skip == "all":
         for step in range(0, STEPS):
@@ -327,7 +329,7 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
             now, then = then, _exponents(scales, rows, step + 2, spec)
     if spec.R > 0:
         RANKS: gl.constexpr = spec.ranks
-        b = _second_matrix(up, row, OPERAND, x.dtype, spec)
+        b = (b.to(gl.float32) * spec.factor).to(x.dtype)
         at = 2 * await_place(ring, n + STEPS)
         tokens = x.index(at * PARTS).slice(0, RANKS, dim=1).permute((1, 0))
         if SYNC:
@@ -346,13 +348,12 @@ def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOC
 
 
 @gluon.jit
-def _second_matrix(up, row, OPERAND: gl.constexpr, dtype: gl.constexpr, spec: gl.constexpr):
-    """Return 64 rows of the adapter's second matrices times its factor, in the order of `_decode`."""
+def _second_matrix(up, row, OPERAND: gl.constexpr, spec: gl.constexpr):
+    """Return 64 rows of the adapter's second matrices, in the order of `_decode`."""
     lane = gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     rows = gl.minimum(row + lane // 16 * 16 + lane % 8 * 2 + lane // 8 % 2, spec.E * spec.rows - 1)
     ranks = gl.arange(0, spec.ranks, layout=gl.SliceLayout(0, OPERAND))
-    b = gl.load(up + rows[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
-    return (b.to(gl.float32) * spec.factor).to(dtype)
+    return gl.load(up + rows[:, None] * spec.R + ranks[None, :], mask=(ranks < spec.R)[None, :], other=0.0)
 
 
 @gluon.jit
