@@ -1,4 +1,4 @@
-"""Print the fastest rings of files of `experts_few_rows.py` by rows of a tile, as JAXGLUE_RINGS takes them (a probe)."""
+"""Print the fastest rings of files of `experts_few_rows.py` as JAXGLUE_RINGS takes them (a probe)."""
 
 import json
 import sys
@@ -11,10 +11,10 @@ from jaxglue.ops.moe.routing import few_rows_tile
 
 totals: dict[tuple[int, str], list[float]] = {}
 for file in map(Path, sys.argv[1:]):
-    for row in json.loads(file.read_text())["rows"]:
+    for row in json.loads(file.read_text())["results"]["rows"]:
         tiles = VARIANTS["mxfp4"].get(row["tiles"], {})
-        wrong = "without" in row["tiles"] or float(row.get("error", "1")[:6].replace("RESOUR", "1")) > 0.01
-        if (tiles.get("ring") or row["tiles"] == "former") and not wrong and row["us"] == row["us"]:
+        wrong = "without" in row["tiles"] or row["us"] != row["us"] or float(row["error"]) > 0.01
+        if (tiles.get("ring") or row["tiles"] == "former") and not wrong:
             totals.setdefault((row["tokens"], row["tiles"]), []).append(row["us"])
 chosen: dict[str, dict | None] = {}
 for tokens in sorted({tokens for tokens, _ in totals}):
