@@ -52,10 +52,11 @@ LAYERS = {
     "gpt-oss-20b": Layer(32, 4, 2880, 2880, "gpt_oss", ("mxfp4", "none")),
     "qwen3-30b-a3b": Layer(128, 8, 2048, 768, "swiglu", ("none", "fp8", "nf4", "int8")),
     "qwen3.5-35b-a3b": Layer(256, 8, 2048, 512, "swiglu", ("fp8", "nf4")),
+    "granite-4-h-small": Layer(72, 10, 4096, 768, "swiglu", ("fp8",)),
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
+FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
@@ -85,7 +86,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "nf4": {"64/256/4/3": WIDE, "64/128/4/5": WIDE | {"block_k": 128, "num_stages": 5}},
     "int8": {"64/256/4/3": WIDE},
-    "fp8": {"64/256/4/3": WIDE},
+    "fp8": {
+        "64/256/4/3": WIDE,
+        "64/128/4/4": WIDE | {"block_k": 128, "num_stages": 4},
+        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
+        "128/128/8/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "num_warps": 8},
+    },
 }
 """Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
 ADAPTED: dict[str, dict[str, Any]] = {

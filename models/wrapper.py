@@ -22,6 +22,8 @@ _SPELLINGS = ("model.language_model.", "language_model.model.")
 _TOWER, _INNER = "vision_tower.", "vision_model."
 _OLD_HEAD = "language_model."
 """Before the output projection's name in the older spelling."""
+_CLASSIFIER = ("architectures", "id2label", "num_labels")
+"""Entries of config.json that tell of a sequence classifier."""
 _LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
 """Entries of `quantization_config` that name modules."""
 
@@ -102,6 +104,7 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in wrapper.unread:
         fields.pop(name, None)
     fields["tie_word_embeddings"] = ties(raw) or False
+    fields |= {name: raw[name] for name in _CLASSIFIER if name in raw}
     if isinstance(quantization := raw.get("quantization_config", text.get("quantization_config")), Mapping):
         fields["quantization_config"] = _by_text_names(quantization)
     return fields

@@ -45,6 +45,8 @@ class ExpertsTiles:
     """Columns of MXFP4 that are decoded before they are multiplied: 64, or a multiple of 128."""
     late: bool = False
     """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
+    half: bool = False
+    """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
     parted: bool = True
@@ -89,11 +91,9 @@ def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     if kind == "mxfp4" and os.environ.get("JAXGLUE_RINGS"):  # PROBE
         chosen = json.loads(os.environ["JAXGLUE_RINGS"])[str(min(rows, 64))]
         return replace(tiles, ring=RingTiles(**chosen) if chosen else None)
-    return (
-        tiles
-        if "experts' low ranks by several programs" in backend.UNTRIED
-        else replace(tiles, late=True, shrink_k=512)
-    )
+    if "experts' low ranks by several programs" not in backend.UNTRIED:
+        tiles = replace(tiles, shrink_k=512)
+    return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -187,6 +187,17 @@ def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
     elif order == "pairs":
         x = x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
     return x
+
+
+def divided(x: Float[Array, "M K"]) -> tuple[Float[Array, "M K"], Float[Array, " M"]]:
+    """Return rows divided by powers of two so that float16 holds them, and the powers.
+
+    Of 16 bits only values below 2⁻²⁸ of their row's largest lose any.
+    """
+    largest = jnp.abs(x).max(axis=1).astype(jnp.float32)
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    powers = jnp.maximum(jax.lax.bitcast_convert_type(exponents, jnp.float32), 2.0**-100) * 2.0**-14
+    return (x.astype(jnp.float32) / powers[:, None]).astype(jnp.float16), powers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,15 +300,18 @@ class TritonFewRowsExperts(Launcher):
 
         Columns of x are in the order of the matrices, those of the result in `order`.
         """
-        S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
+        S, (K, N), out_columns, dtype = routing.permutation.size, sizes, _columns(sizes[1], order), x.dtype
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         if tiles.ring is not None and activation in (None, "gpt_oss") and not exact:
             rows = x if tokens is None else x[tokens]
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
+        is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
+            powers,
             tokens,
             matrices.values,
             matrices.scales,
@@ -317,12 +331,12 @@ class TritonFewRowsExperts(Launcher):
         shrink_steps = triton.cdiv(min(K, tiles.shrink_k) if tiles.shrink_k and not exact else K, block_k)
         shrinks = triton.cdiv(triton.cdiv(K, block_k), shrink_steps)
         # Results come last, those of adapters first; arguments without use are None.
-        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), x.dtype)]
+        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), dtype)]
         if adapter is None:
             arrays += None, None
         else:
             ranks = adapter.constants["block_r"]
-            results.insert(0, ((S, ranks), x.dtype))
+            results.insert(0, ((S, ranks), dtype))
             if shrinks > 1:
                 results.insert(0, ((shrinks, S, ranks), jnp.float32))
             else:

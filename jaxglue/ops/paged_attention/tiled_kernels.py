@@ -1,13 +1,14 @@
-"""Triton kernel of attention over pages in the order of training's tiles, whose bits it has.
+"""Triton kernels of attention over pages in the order of training's tiles, whose bits it has, and of writes to them.
 
-It is `attention.kernels.forward_kernel` of one token: the same tiles of keys, products, peaks and sums, by the same
-functions. Its lines beyond a group's heads are empty, which costs tensor cores that would else wait for memory.
+Attention is `attention.kernels.forward_kernel` of one token: the same tiles of keys, products, peaks and sums, by the
+same functions. Its lines beyond a group's heads are empty, which costs tensor cores that would else wait for memory.
 """
 
 import triton
 import triton.language as tl
 
 from jaxglue.ops.attention.kernels import MASKED, begin_sums, capped, weigh
+from jaxglue.ops.norm_rope.kernels import rotate
 
 
 @triton.jit
@@ -18,6 +19,30 @@ def _load_tokens(pool, rows, inside, H: tl.constexpr, WIDTH: tl.constexpr):
     if WIDTH > H:
         mask = mask & (column < H)[None, :]
     return tl.load(pool + rows[:, None] * H + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rotate_append_kernel(
+    q, k, v, q_weight, k_weight, cos, sin, pages, offsets, keys, values, q_out,
+    N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate a token's heads as `rotate_kernel`, and write its keys and values to the cache; grid (T).
+
+    q and q_out are [T, N·H], k and v [T, K·H], keys and values [pages, K, PAGE, H].
+    """
+    H: tl.constexpr = spec.H
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
+    to = (tl.load(pages + token).to(tl.int64) * K * PAGE + tl.load(offsets + token)) * H
+    rotate(q + token * N * H, q_weight, cos, sin, q_out + token * N * H, N, False, BLOCK_N, H, spec)
+    rotate(k + token * K * H, k_weight, cos, sin, keys + to, K, False, BLOCK_K, PAGE * H, spec)
+    heads, columns = tl.arange(0, BLOCK_K), tl.arange(0, WIDTH)
+    for start in tl.static_range(0, K, BLOCK_K):
+        mask = (start + heads < K)[:, None] & (columns < H)[None, :]
+        head = (start + heads)[:, None]
+        own = tl.load(v + token * K * H + head * H + columns[None, :], mask=mask, other=0.0)
+        tl.store(values + to + head * (PAGE * H) + columns[None, :], own.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit

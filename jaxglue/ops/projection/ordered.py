@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import batched
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
+from jaxglue.ops.projection.few_rows_operands import MOST_MANY_ROWS
 from jaxglue.ops.row_sums import FEWEST_ROWS
 
 if TYPE_CHECKING:
@@ -100,6 +101,48 @@ def ordered_products(
         *launches, last = batched(matrices, _WEIGHTS)
         products = [product for several in launches for product in kernels.multiply(rows, several, dtype)]
         products += kernels.multiply(rows, (*last, *others), dtype, part, max(len(others), 1))
+    return [product.reshape(*x.shape[:-1], -1) for product in products]
+
+
+def adapted_products(
+    x: Float[Array, "*B in"],
+    weights: Sequence[Float[Array, "out in"]],
+    downs: Sequence[Float[Array, "R in"]],
+    matrices: Sequence[Float[Array, "out R"]],
+    factors: Sequence[float],
+    *,
+    used: Bool[Array, "*#B R"] | None = None,
+    stream: Float[Array, "*B out"] | None = None,
+    activation: str | None = None,
+    part: int | None = None,
+) -> list[Float[Array, "*B out"]] | None:
+    """Compute x·Wᵢᵀ + (x·Aᵢᵀ)·(factorᵢ · Bᵢ)ᵀ in one launch, with the bits of `ordered_products` and `lora_sums`.
+
+    With an activation, compute y of `lora_swiglu` of gate's and up's weights and adapters. There are no gradients.
+
+    Args:
+        x: the input of all.
+        weights: matrices.
+        downs: the adapters' first matrices, of one rank.
+        matrices: their second ones in float32.
+        factors: of these.
+        used: ranks that each token uses; None where all use all.
+        stream: the residual stream, to which the products of a single weight are added.
+        activation: of the gate.
+        part: columns of a part of the adapters' sums; see `ordered_products`.
+
+    Returns:
+        The products; None without a kernel, and for many rows.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    kernels = ORDERED.load(OrderedCall(dtype=x.dtype))
+    if kernels is None or len(rows) > MOST_MANY_ROWS or "adapted products in one order" in backends.UNTRIED:
+        return None
+    ranks = None if used is None else jnp.broadcast_to(used, (*x.shape[:-1], used.shape[-1])).reshape(len(rows), -1)
+    added = None if stream is None else stream.reshape(-1, stream.shape[-1])
+    given, firsts = ([matrix.astype(x.dtype) for matrix in some] for some in (weights, downs))
+    options: dict[str, Any] = {"used": ranks, "stream": added, "activation": activation, "part": part}
+    products = kernels.adapt(rows, given, firsts, matrices, factors, **options)
     return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 

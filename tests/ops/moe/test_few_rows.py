@@ -102,6 +102,18 @@ def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
+    (x, *arrays), options = case(40, 2, 1, 64, 32, stored=stored)  # tiles of 48 rows
+    arrays = x.at[3].multiply(1e9).at[4].multiply(1e-9).at[5].set(0), *arrays  # beyond float16
+    want = apply(arrays, options, backend="reference")
+    with FEW_ROWS_EXPERTS.using(replace(kernels, tiles=replace(kernels.tiles, half=True))):
+        got = apply(arrays, options, inference=True)
+    largest = jnp.abs(want).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(got / (largest + 1e-30), want / (largest + 1e-30), rtol=0, atol=1e-3)  # of 2⁻¹²
+    assert not got[5].any() and bool(jnp.isfinite(got).all())
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "ranks"),
     [
