@@ -97,7 +97,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
-    "not late": {"late": False},
+    "late": {"late": True},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""
