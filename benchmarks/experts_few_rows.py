@@ -60,16 +60,23 @@ FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
+        "whole": FORMER | {"parted": False},
         "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
+        "ring 3/4/2 sync": {"ring": RingTiles(stages=4, programs=2, sync=16, parted=False)},
         "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
-        "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
-        **{
-            f"ring {3}/{stages}/{programs} without {skip}": {
-                "ring": RingTiles(stages=stages, programs=programs, skip=skip)
-            }
-            for stages, programs in ((4, 2), (6, 1))
-            for skip in ("decode", "scales", "all")
-        },
+        "ring 3/6/1 whole": {"ring": RingTiles(stages=6, programs=1, parted=False)},
+        "ring 3/6/1 sync": {"ring": RingTiles(stages=6, programs=1, sync=32, parted=False)},
+        "ring 2/4/2 whole": {"ring": RingTiles(groups=2, stages=4, programs=2, parted=False)},
+        "ring 2/4/2 sync": {"ring": RingTiles(groups=2, stages=4, programs=2, sync=32, parted=False)},
+        "ring 3/6/2 ahead 2": {"ring": RingTiles(stages=6, programs=2, ahead=2, parted=False)},
+        "ring 3/6/2 ahead 2 sync": {"ring": RingTiles(stages=6, programs=2, ahead=2, sync=16, parted=False)},
+        "ring 2/6/2 ahead 3": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, parted=False)},
+        "ring 2/6/2 ahead 3 sync": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, sync=32, parted=False)},
+        "ring 3/6/1 ahead 3 sync": {"ring": RingTiles(stages=6, programs=1, ahead=3, sync=32, parted=False)},
+        "ring 3/4/2 without decode": {"ring": RingTiles(stages=4, programs=2, skip="decode")},
+        "ring 3/4/2 without scales": {"ring": RingTiles(stages=4, programs=2, skip="scales")},
+        "ring 3/4/2 without all": {"ring": RingTiles(stages=4, programs=2, skip="all")},
+        "ring 3/4/2 sync without decode": {"ring": RingTiles(stages=4, programs=2, sync=16, skip="decode")},
         "parts of 128": {"part": 128},
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
@@ -90,7 +97,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
-    "not late": {"late": False},
+    "late": {"late": True},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""

@@ -1,5 +1,7 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
+import json
+import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -47,6 +49,8 @@ class ExpertsTiles:
     """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
+    parted: bool = True
+    """Up to 48 rows of 64 are multiplied as 32 and 16; else as 64."""
     ring: "RingTiles | None" = None
     """Of MXFP4 through a ring, without adapters; None reads it as other formats."""
 
@@ -63,6 +67,10 @@ class RingTiles:
     """Programs of a multiprocessor."""
     skip: str = ""
     """Of a probe: what is left out."""
+    sync: int = 0
+    parted: bool = True
+    ahead: int = 0
+    """Steps ahead in which registers ask for codes; 0 where codes pass through the ring."""
 
 
 _TILES = {
@@ -80,8 +88,11 @@ _MXFP4_TILES = {
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
     tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
+    if kind == "mxfp4" and os.environ.get("JAXGLUE_RINGS"):  # PROBE
+        chosen = json.loads(os.environ["JAXGLUE_RINGS"])[str(min(rows, 64))]
+        return replace(tiles, ring=RingTiles(**chosen) if chosen else None)
     if "experts' low ranks by several programs" not in backend.UNTRIED:
-        tiles = replace(tiles, late=True, shrink_k=512)
+        tiles = replace(tiles, shrink_k=512)
     return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
 
 
@@ -156,11 +167,11 @@ def _columns(count: int, order: str) -> int:
     return -(-count // 128) * 128 if order == "codes" else count
 
 
-def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
+def _fewer(rows: int, parted: bool) -> tuple[tuple[int, int], ...]:
     """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
     if rows <= 16:
         return ()
-    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
+    return ((rows // 2, 0), (rows // 2, rows // 4)) if rows > 32 and parted else ((rows // 2, 0),)
 
 
 def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
@@ -348,7 +359,7 @@ class TritonFewRowsExperts(Launcher):
             alpha=GPT_OSS_ALPHA,
             limit=GPT_OSS_LIMIT,
             block_m=row_tiles.rows,
-            fewer=_fewer(row_tiles.rows),
+            fewer=_fewer(row_tiles.rows, tiles.parted),
             block_n=block_n,
             block_k=block_k,
             exact=exact,
@@ -401,18 +412,21 @@ class TritonFewRowsExperts(Launcher):
             groups=tiles.groups,
             stages=tiles.stages,
             skip=tiles.skip,
+            ahead=tiles.ahead,
+            sync=tiles.sync,
+            parted=tiles.parted,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
         )
-        codes = matrices.values.reshape(E * rows, K // 2)
-        codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
+        plain = matrices.values.reshape(E * rows, K // 2)
+        codes = TensorDescriptor.from_array(plain, (64, 64), NVMMASharedLayout(64, 8, rank=2))
         low_ranks, up = [None] * 3, None
         if adapter is not None:
             low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
         assert matrices.scales is not None
         scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
-        arrays = codes, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
+        arrays = codes, plain, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
         stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
         moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)
@@ -421,9 +435,9 @@ class TritonFewRowsExperts(Launcher):
         return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
 
     def _low_ranks(self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int) -> Float[Array, "S 64"]:
-        """Multiply rows by their experts' first matrices of an adapter; zeros beyond its rank."""
+        """Multiply rows by their experts' first matrices of an adapter; columns beyond the ranks have no values."""
         (S, columns), R, tiles, block_k = x.shape, adapter.A.shape[1], row_tiles.table.shape[1], 128
-        steps = 512 // block_k
+        steps = 256 // block_k
         shrinks = triton.cdiv(triton.cdiv(K, block_k), steps)
         spec = few_rows_kernels.ExpertsSpec(
             E=E,
@@ -447,11 +461,12 @@ class TritonFewRowsExperts(Launcher):
             block_n=64,
             block_k=block_k,
             R=R,
-            block_r=64,
+            block_r=adapter.constants["block_r"],
+            low_columns=64,
             **({"shrinks": shrinks, "shrink_steps": steps, "S": S} if shrinks > 1 else {}),
         )
         arrays: tuple[Any, ...] = x, row_tiles.table, adapter.A, jnp.zeros((2, tiles), jnp.int32), adapter.used
-        results = [((shrinks, S, 64), jnp.float32), ((S, 64), x.dtype)]
+        results = [((shrinks, S, spec.block_r), jnp.float32), ((S, 64), x.dtype)]
         if shrinks == 1:
             arrays, results = (*arrays, None), results[1:]
         moved = round(adapter.A.size * adapter.A.dtype.itemsize * min(1.0, S / E)) + S * columns * x.dtype.itemsize

@@ -67,6 +67,8 @@ class ExpertsSpec:
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     block_r: int = 16
+    low_columns: int = 0
+    """Columns of the low ranks' array, where it has more than `block_r`."""
     shrinks: int = 1
     """Programs that share the sum of a tile's low ranks, of `shrink_steps` steps each."""
     shrink_steps: int = 0
@@ -321,6 +323,8 @@ def _shrink(
             mask = ours[:, None] & (ranks < spec.R)[None, :]
             uses = tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0)
             acc = tl.where(uses != 0, acc, 0.0)
+        if spec.low_columns > 0:
+            at = row.to(tl.int64)[:, None] * spec.low_columns + ranks[None, :]
         tl.store(low_ranks + at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
         tl.debug_barrier()  # one thread signals that all have stored
         tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
