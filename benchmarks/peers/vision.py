@@ -11,7 +11,6 @@ and a rate is that of the steps of the last pass that were made.
 """
 
 import argparse
-import faulthandler
 import functools
 import json
 import multiprocessing
@@ -272,7 +271,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no step begins")
     parser.add_argument("--kinds", nargs="*", choices=("packed", "batches", "short", "one"), help="of rows; all")
-    faulthandler.dump_traceback_later(60, repeat=True)
     try:
         for result in measure(parser.parse_args()):
             print(json.dumps(result), flush=True)
