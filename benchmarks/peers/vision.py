@@ -11,7 +11,6 @@ and a rate is that of the steps of the last pass that were made.
 """
 
 import argparse
-import faulthandler
 import functools
 import json
 import multiprocessing
@@ -213,7 +212,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         tokens = [sum(int(documents["lengths"][i]) for part in batches[step] for i in part) for step in steps]
         for _ in range(2):  # the first compiles
             yield {**gpu, "rows": kind, "first_step_s": passes.seconds(inputs[steps[0]]), "tokens": tokens[0]}
-        rates = [0.0]
+        rates, counted = [0.0], 0
         for number in range(1 + args.passes):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
@@ -225,7 +224,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {**gpu, "rows": kind, "pass": number, "step_s": spans[-1], "tokens": count}
             if spans and (number or is_over()):
                 rates.append(sum(tokens[: len(spans)]) / sum(spans))
-        found = {"tokens_per_second": max(rates), "rates": rates[1:], "steps": len(spans), "steps_a_pass": len(steps)}
+                counted = len(spans)
+        found = {"tokens_per_second": max(rates), "rates": rates[1:], "steps": counted, "steps_a_pass": len(steps)}
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         yield {**gpu, "rows": kind, **found, "tokens": sum(tokens), "loss": passes.last_loss, "peak_gib": peak}
 
@@ -272,7 +272,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no step begins")
     parser.add_argument("--kinds", nargs="*", choices=("packed", "batches", "short", "one"), help="of rows; all")
-    faulthandler.dump_traceback_later(60, repeat=True)
     try:
         for result in measure(parser.parse_args()):
             print(json.dumps(result), flush=True)
