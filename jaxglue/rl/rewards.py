@@ -384,8 +384,8 @@ class Judge:
             model = RewardScorer(config, None if rules is None else rules.processor.max_tokens)
             if rules is not None and (model.rules is None or model.rules.processor != rules.processor):
                 raise ValueError(
-                    f"--reward model: {folder} makes other tokens of images than the model in training, or sees none: "
-                    "train one on its base, or leave out rows with images"
+                    f"--reward model?folder={folder} makes other tokens of images than the model in training, or sees "
+                    "none: train one on its base, or leave out rows with images"
                 )
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(

@@ -152,3 +152,24 @@ def test_episodes_go_on_from_pictures_as_training_reads_them(rows, tmp_path, nam
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     turns = [len(line["turns"]) for line in lines if not line["origin"].endswith(":4")]  # which has no picture
     assert max(turns) >= (3 if name == "reply" else 2)
+
+
+@repeats_parts_of("test_another_picture_is_another_run")
+def test_reward_models_see_the_images_of_prompts(rows, folder, tmp_path):
+    made, rollouts = rows
+    pairs = [
+        {"prompt": row["messages"], "images": row["images"]}
+        | {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
+        for row in made[:2]
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    run(folder, tmp_path / "start", method="full", steps=1, epochs=1)
+    model = {"model": str(tmp_path / "start" / "model"), "random_weights": False}
+    given = {"data": [str(tmp_path / "pairs.jsonl")], "objective": "reward", "seq_len": 256, "steps": 2, "epochs": 1}
+    run(folder, tmp_path / "reward", **given, **model)
+    adapter = tmp_path / "reward" / "adapter"
+    del made[2:]
+    rollouts("run", steps=1, generation_batch_size=8, reward=[f"model?folder={adapter}"], **model)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    rewards = [next(iter(line["rewards"].values())) for line in lines]
+    assert len(lines) == 8 and len(set(rewards)) > 2
