@@ -134,7 +134,7 @@ def test_pictures_that_environments_show_are_read_in_training_as_in_sampling(row
     (tmp_path / "rewards.py").write_text(f"{REWARD}\nPICTURES = {pictures!r}\n{SHOWING}")
     given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 150}
     del made[1:3]
-    given |= {"environment_images": True, "image_max_tokens": 16, "history": history, "temperature": 2.0}
+    given |= {"environment_images": True, "image_max_tokens": 16, "history": history, "temperature": 2.0, "seed": 2}
     _, metrics = rollouts("run", steps=1, generation_batch_size=8, reward=[], **given | settings)
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
@@ -147,7 +147,7 @@ def test_pictures_that_environments_show_are_read_in_training_as_in_sampling(row
 def test_episodes_go_on_from_pictures_as_training_reads_them(rows, tmp_path, name, history):
     (tmp_path / "rewards.py").write_text(REWARD + ENVIRONMENTS)
     given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 90}
-    _, metrics = rows[1]("run", history=history, steps=1, **given)
+    _, metrics = rows[1]("run", history=history, steps=1, seed=2, **given)
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     turns = [len(line["turns"]) for line in lines if not line["origin"].endswith(":4")]  # which has no picture
