@@ -257,7 +257,6 @@ def check_hopper(capability: Capability | None) -> None:
 
 UNTRIED: set[str] = {
     "experts with few rows in training's order",
-    "experts of bytes in float16",
     "experts' low ranks by several programs",
     "Kimi Delta Attention",
     "activation without ranks",

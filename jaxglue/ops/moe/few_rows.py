@@ -48,7 +48,7 @@ class ExpertsTiles:
 
 _TILES = {
     "plain": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
+    "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5, half=True),
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
 _MXFP4_TILES = {
@@ -61,9 +61,11 @@ _MXFP4_TILES = {
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
     tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
-    if "experts' low ranks by several programs" not in backend.UNTRIED:
-        tiles = replace(tiles, late=True, shrink_k=512)
-    return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
+    return (
+        tiles
+        if "experts' low ranks by several programs" in backend.UNTRIED
+        else replace(tiles, late=True, shrink_k=512)
+    )
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -275,6 +277,8 @@ class TritonFewRowsExperts(Launcher):
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        if is_half and not self.tiles and row_tiles.rows == 64:  # decoded by few instructions, from few registers
+            tiles = replace(tiles, block_n=128, num_stages=4)
         x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
