@@ -25,6 +25,7 @@ from jaxglue.ops.paged_attention import (
     LatentPages,
     append,
     append_and_attend,
+    append_in_order,
     latent_attention,
     paged_attention,
 )
@@ -114,6 +115,8 @@ class _Appending(_Inference):
     """Context that norms, rotates and writes tokens to the cache in one pass, when it attends."""
 
     _rotation = _NO_ROTATION
+    _rotates_first = False
+    """Keys are rotated before they are written."""
     _rope: RopeTables
 
     def rotate(
@@ -121,9 +124,9 @@ class _Appending(_Inference):
     ) -> tuple[Array, Array]:
         """Remember what `attend` applies as it writes to the cache: norms, rotary embedding and queries' factor.
 
-        Latent attention, whose writes are others, rotates at once, and so does what has training's bits, by its kernel.
+        Latent attention, whose writes are others, rotates at once, and so do prompts with training's bits.
         """
-        if at_once or self.exact or self.latents != "none":
+        if at_once or self._rotates_first or self.latents != "none":
             return norm_and_rotate(q, k, self._rope, rotary, norms=norms, factor=factor)
         self._rotation = rotary, norms, factor
         return q, k
@@ -139,6 +142,7 @@ class PrefillContext(_Appending):
         self._packed, self.cache, self._places, self.fp8 = packed, cache, places, fp8
         self.layer_input, self.latents, self._rope = packed.layer_input, packed.latents, packed.rope
         self.ranks, self.exact = packed.ranks, packed.exact
+        self._rotates_first = packed.exact
 
     def attend(self, q, k, v, *, window: int | None = None, **options) -> Float[Array, "1 T N H"]:
         """Compute causal attention within each prompt."""
@@ -203,8 +207,11 @@ class DecodeContext(_Appending):
     ) -> Float[Array, "1 S N H"]:
         """Write all tokens to the cache, so many of each sequence, and then compute attention of each."""
         cursor, (pages, offsets) = self._cursor, self._cursor.places.of(window)
-        new = q[0], k[0], v[0]
-        rotated, _, self.keys = append(*new, self.keys, pages, offsets, cursor.rope, *self._rotation)
+        new = q[0], k[0], v[0], self.keys, pages, offsets, cursor.rope, *self._rotation
+        if self.exact:
+            rotated, self.keys = append_in_order(*new)
+        else:
+            rotated, _, self.keys = append(*new)
         at = cursor.tables[cursor.places.windows.index(window)][::rows], cursor.positions[::rows]
         return paged_attention(rotated, self.keys, *at, window=window, forks=cursor.forks, rows=rows, **options)[None]
 

@@ -320,7 +320,7 @@ class Engine:
         self, trainable: Params, frozen: Params, plan: CachePlan, kind: ProgramKind, *, whole: bool
     ) -> "DecodeBatch":
         """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
-        trees = trainable, frozen
+        trees = self._programs.prepared(trainable), frozen
         self._tell_of_experts(trees, plan)
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
@@ -499,7 +499,7 @@ class DecodeBatch:
 
     def replace_adapter(self, trainable: Params) -> None:
         """Let windows from now on use other adapters, of the same shapes; texts of those before are forgotten."""
-        self._trees = trainable, self._trees[1]
+        self._trees = self._programs.prepared(trainable), self._trees[1]
         self._scheduler.forget()
 
     def close(self) -> None:

@@ -236,6 +236,12 @@ class EnginePrograms:
         self._run_several = Program(self._scan, compiler_options=several, **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")
 
+    def prepared(self, params: Params) -> Params:
+        """Return a tree in the form that windows read: exact ones would round adapters' first matrices each time."""
+        if not self.exact:
+            return params
+        return jax.tree_util.tree_map_with_path(partial(_rounded, dtype=self._dtype), params)
+
     def prefill(
         self,
         trees: Trees,
@@ -388,8 +394,6 @@ class EnginePrograms:
         **options: Any,
     ):
         step, begin, end = self._steps_of(drafts)
-        if self.exact:  # its layers leave to XLA what kernels of few rows do as they read
-            trees = jax.tree_util.tree_map_with_path(partial(_rounded, dtype=self._dtype), trees)
 
         def body(carry, first):
             # or XLA would expand all quantized weights once, before the loop

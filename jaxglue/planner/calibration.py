@@ -217,7 +217,12 @@ EXPERTS_MULTIPLY = Fitted(
 ADAPTED_EXPERTS = Fitted(120e-6, "s", "H200", "generation_oss_lora_h200.json, rl_oss_h200.json, rl_a3b_fp8_h200.json")
 """Time that live adapters of a layer's experts add, beside reading, to a step of more than `FEW_ADAPTED` tokens."""
 FEW_ADAPTED = Fitted(128, "tokens", "H200", "generation_oss_lora_h200.json")
-EXACT = {"H200": {64: Fitted(59.2e-6, "s", "H200", "benchmarks/results/exact_prices_h200.json")}}
+EXACT = {
+    "H200": {
+        streams: Fitted(seconds, "s", "H200", "benchmarks/results/exact_prices_h200.json")
+        for streams, seconds in ((64, 9.9e-6), (256, 52.2e-6), (512, 85.4e-6))
+    }
+}
 """Time that a layer of Qwen3-8B with adapters adds to a decode step by exact sampling, by GPU and answers at a time:
 (exact − near) / 36 layers."""
 EXACT_LAYER = Fitted(425e6, "bytes", "H200", "benchmarks/results/exact_prices_h200.json")

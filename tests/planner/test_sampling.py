@@ -51,20 +51,22 @@ def test_the_price_of_exact_sampling_is_that_of_the_file(monkeypatch):
     monkeypatch.syspath_prepend(RESULTS.parent)
     from shapes import SHAPES
 
-    for streams, seconds in EXACT["H200"].items():
-        rows = json.loads((RESULTS / "exact_prices_h200.json").read_text())["results"]["prices"]
-        (row,) = (row for row in rows if row["streams"] == streams)
-        added = 1e-3 * (row["exact, ms a step"] - row["near, ms a step"])
-        assert seconds == pytest.approx(added / SHAPES["qwen3-8b"]["num_hidden_layers"], rel=1e-2)
+    rows = json.loads((RESULTS / "exact_prices_h200.json").read_text())["results"]["prices"]
+    layers = SHAPES["qwen3-8b"]["num_hidden_layers"]
+    added = {row["streams"]: 1e-3 * (row["exact, ms a step"] - row["near, ms a step"]) for row in rows}
+    found = [(streams, float(f"{seconds / layers:.3g}")) for streams, seconds in added.items()]
+    assert EXACT["H200"] == pytest.approx(dict(found), rel=1e-2), f"the file's pairs for EXACT: {found}"
     cost = cost_of(SHAPES["qwen3-8b"], "none")
     assert cost.weights / cost.layers == pytest.approx(EXACT_LAYER, rel=1e-2)
-    lengths = np.full(64, 10)
-    assert cost.exact_seconds(H200, lengths, 64) == pytest.approx(10 * added, rel=1e-2)
-    assert cost.exact_seconds(H200, lengths, 1) == pytest.approx(640 * added, rel=1e-2)
-    assert cost.exact_seconds(H200, np.full(65, 10), 65) is None
-    assert cost.exact_seconds(find_gpu("H100"), lengths, 64) is None
+    few, most = min(added), max(added)
+    lengths = np.full(few, 10)
+    assert cost.exact_seconds(H200, lengths, few) == pytest.approx(10 * added[few], rel=1e-2)
+    assert cost.exact_seconds(H200, lengths, 1) == pytest.approx(10 * few * added[few], rel=1e-2)
+    assert cost.exact_seconds(H200, np.full(most, 10), most) == pytest.approx(10 * added[most], rel=1e-2)
+    assert cost.exact_seconds(H200, np.full(most + 1, 10), most + 1) is None
+    assert cost.exact_seconds(find_gpu("H100"), lengths, few) is None
     small = replace(cost, weights=cost.weights / 2, layers=cost.layers // 2)
-    assert small.exact_seconds(H200, lengths, 64) == pytest.approx(5 * added, rel=1e-2)
+    assert small.exact_seconds(H200, lengths, few) == pytest.approx(5 * added[few], rel=1e-2)
 
 
 def test_few_tokens_read_the_experts_that_they_choose(monkeypatch):

@@ -10,7 +10,7 @@ from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, Reads, form
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.gated_mlp.fp8 import gate_fp8, swiglu_fp8
-from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, activate_in_order, lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, activate_in_order, lora_swiglu, part_in_order
 from jaxglue.ops.projection import (
     Conditions,
     LowRankAdapter,
@@ -21,6 +21,7 @@ from jaxglue.ops.projection import (
     base_products,
     check_frozen_fp8,
     multiply,
+    project_in_order,
     ranks_of,
     shared_down,
     used_ranks,
@@ -144,25 +145,33 @@ def _apply_without_gradients(x, parts: GatedParts, conditions: Conditions, strea
 def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
     """Let the activation's kernels form the adapters' products where they read the projections."""
     assert not isinstance(x, FP8Rows)
-    matrices = _matrices(parts)
+    matrices, static = _matrices(parts), StaticConditions.of(conditions)
+    rows, rank = x.size // x.shape[-1], len(matrices[2])
+    part = part_in_order(rows, len(matrices[0]), x.dtype, rank, activation) if static.in_one_order else None
+    if part is not None:
+        return _apply_in_order(x, parts, conditions, stream, activation, part)
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    static = StaticConditions.of(conditions)
-    if static.in_one_order and (found := _activate_in_order(gate, up, low_rank, parts, activation)) is not None:
-        y, part = found
-        product, low_rank = ordered_products(y, [parts.down.weight, matrices[2]], part=part)
+    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=static.exact)
+    (product,) = multiply(y, parts[2:], conditions)
+    low_rank = checkpoint_name(used_ranks(low_rank, conditions), names.LOW_RANK)
+    return add_to_stream(stream, parts.down, product, low_rank, conditions)
+
+
+def _apply_in_order(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation, part: int) -> Array:
+    """Do as `_apply_lora_swiglu` without gradients, by more programs, whose sums have the same order."""
+    if (fed := project_in_order(x, parts[:2], conditions, activation=activation)) is not None:
+        (y,) = fed
     else:
-        y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=static.exact)
-        (product,) = multiply(y, parts[2:], conditions)
-    low_rank = used_ranks(low_rank, conditions)
-    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LOW_RANK), conditions)
-
-
-def _activate_in_order(gate, up, low_rank, parts: GatedParts, activation: Activation) -> tuple[Array, int] | None:
-    """See `activate_in_order`."""
-    adapters = [part.adapter for part in parts[:2] if part.adapter is not None]
-    return activate_in_order(gate, up, low_rank, [a.B for a in adapters], [a.scale for a in adapters], activation)
+        (gate, up), low_rank = base_products(x, parts[:2], conditions)
+        adapters = [own.adapter for own in parts[:2] if own.adapter is not None]
+        of_adapters = [a.B for a in adapters], [a.scale for a in adapters]
+        y = activate_in_order(gate, up, low_rank, *of_adapters, activation)
+    if (added := project_in_order(y, parts[2:], conditions, stream, part=part)) is not None:
+        return added[0]
+    product, low_rank = ordered_products(y, [parts.down.weight, _matrices(parts)[2]], part=part)
+    return add_to_stream(stream, parts.down, product, used_ranks(low_rank, conditions), conditions)
 
 
 def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:

@@ -24,7 +24,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(g, ACTIVATION: tl.constexpr):
+def activate(g, ACTIVATION: tl.constexpr):
     """Return the activation of g, and its derivative there; both are g · sigmoid(polynomial)."""
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2z), of z = sqrt(2 / pi) · (g + 0.044715 · g³)
         square = g * g
@@ -107,7 +107,7 @@ def swiglu_kernel(
         g = tl.dot(gate_ranks, tl.trans(outer), g, input_precision=PRECISION)
         outer = _outer(up_b, columns, lanes, F, R, dtype, UP_FACTOR)
         u = tl.dot(up_ranks, tl.trans(outer), u, input_precision=PRECISION)
-        y = (_activate(g, ACTIVATION)[0] * u).to(dtype)
+        y = (activate(g, ACTIVATION)[0] * u).to(dtype)
         tl.store(out + start + to, y, mask=mask)
         if SCALED:
             largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
@@ -189,7 +189,7 @@ def swiglu_gradient_kernel(
         g = tl.dot(gate_ranks, tl.trans(b_gate), g, input_precision=PRECISION)
         u = tl.dot(up_ranks, tl.trans(b_up), u, input_precision=PRECISION)
         d = tl.dot(down_row_ranks, a, d, input_precision=PRECISION)
-        activated, slope = _activate(g, ACTIVATION)
+        activated, slope = activate(g, ACTIVATION)
         du, dg = (d * activated).to(dtype), (d * u * slope).to(dtype)
         tl.store(dup + at + offsets, du, mask=mask)
         tl.store(dgate + at + offsets, dg, mask=mask)
@@ -247,7 +247,7 @@ def gate_fp8_kernel(
     row_scale = tl.load(row_scales + row)
     g = _vector(gate + row * F, at, F).to(tl.float32) * row_scale * _vector(gate_scales, at, F)
     u = _vector(up + row * F, at, F).to(tl.float32) * row_scale * _vector(up_scales, at, F)
-    y = (_activate(g, ACTIVATION)[0] * u).to(gate.dtype.element_ty).to(tl.float32)
+    y = (activate(g, ACTIVATION)[0] * u).to(gate.dtype.element_ty).to(tl.float32)
     scale = e4m3_scale(tl.max(tl.abs(y), 0))
     values = clip_e4m3(y / scale)
     tl.store(fp8_values + row * F + at, values.to(fp8_values.dtype.element_ty), mask=at < F)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops import backend as backends
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.projection.lora import lora_expand, lora_expand_gradients, lora_shrink
 
@@ -142,6 +141,17 @@ def lora_swiglu(
     return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
 
 
+def part_in_order(rows: int, columns: int, dtype, rank: int, activation: Activation) -> int | None:
+    """Return the columns in a part of y·downᵀ of `lora_swiglu` with `exact`, whose parts are added one after another.
+
+    None without a kernel, and for so many rows that its programs fill a GPU: elsewhere y is computed by more programs
+    than sum y·downᵀ, too.
+    """
+    call = SwigluCall(dtype=dtype, rank=rank, activation=activation, exact=True)
+    kernels = LORA_SWIGLU.load(call)
+    return None if kernels is None else kernels.part_of_few(rows, columns)
+
+
 def activate_in_order(
     gate: Float[Array, "*B F"],
     up: Float[Array, "*B F"],
@@ -149,27 +159,20 @@ def activate_in_order(
     matrices: Sequence[Float[Array, "F R"]],
     factors: Sequence[float],
     activation: Activation,
-) -> tuple[Float[Array, "*B F"], int] | None:
-    """Compute y of `lora_swiglu` with `exact` alone, by more programs than sum y·downᵀ, too.
+) -> Float[Array, "*B F"]:
+    """Compute y of `lora_swiglu` with `exact` alone, where `part_in_order` is a number.
 
     Args:
         gate, up, low_rank, activation: see `lora_swiglu`.
         matrices: the second matrices of gate's and up's adapters, of one rank.
         factors: of these.
-
-    Returns:
-        y, and the columns in a part of y·downᵀ, whose parts are to be added one after another; None without a kernel,
-        and for many rows.
     """
-    call = SwigluCall(dtype=gate.dtype, rank=matrices[0].shape[1], activation=activation, exact=True)
-    kernels = LORA_SWIGLU.load(call)
-    if kernels is None or "activation without ranks" in backends.UNTRIED:
-        return None
+    kernels = LORA_SWIGLU.load(
+        SwigluCall(dtype=gate.dtype, rank=matrices[0].shape[1], activation=activation, exact=True)
+    )
+    assert kernels is not None
     rows = [x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank)]
-    if (part := kernels.part_of_few(*rows[0].shape)) is None:
-        return None
-    y = kernels.activate(rows[0], rows[1], rows[2], matrices, factors, activation)
-    return y.reshape(gate.shape), part
+    return kernels.activate(rows[0], rows[1], rows[2], matrices, factors, activation).reshape(gate.shape)
 
 
 def reference_lora_swiglu(

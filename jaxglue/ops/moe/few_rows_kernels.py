@@ -67,6 +67,8 @@ class ExpertsSpec:
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     block_r: int = 16
+    low_columns: int = 0
+    """Columns of the low ranks' array, where it has more than `block_r`."""
     shrinks: int = 1
     """Programs that share the sum of a tile's low ranks, of `shrink_steps` steps each."""
     shrink_steps: int = 0
@@ -321,6 +323,8 @@ def _shrink(
             mask = ours[:, None] & (ranks < spec.R)[None, :]
             uses = tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0)
             acc = tl.where(uses != 0, acc, 0.0)
+        if spec.low_columns > 0:
+            at = row.to(tl.int64)[:, None] * spec.low_columns + ranks[None, :]
         tl.store(low_ranks + at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
         tl.debug_barrier()  # one thread signals that all have stored
         tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
@@ -559,6 +563,23 @@ def experts_kernel(
         row_weights=row_weights, up=up, unread=unread, low_ranks=low_ranks, out=out, group=group, first=first, end=end,
         n=n, column=column, BLOCK_M=spec.block_m, MORE=0, spec=spec,
     )  # fmt: skip
+
+
+@triton.jit
+def shrink_kernel(x, table, down, counts, used, parts, low_ranks, spec: tl.constexpr):
+    """Multiply rows by their experts' first matrices of an adapter, for another launch; grid (tiles, shrinks).
+
+    x [S, x_columns]; counts [2, tiles] are zeros before and after the launch; see `experts_kernel`, of N = 0.
+    """
+    table += tl.program_id(0)
+    group, start = tl.load(table), tl.load(table + spec.tiles)
+    end, before = tl.load(table + 2 * spec.tiles), tl.load(table + 3 * spec.tiles)
+    if group < spec.E:
+        _shrink(
+            x=x, tokens=None, down=down, used=used, parts=parts, low_ranks=low_ranks,
+            unread=counts + tl.program_id(0), group=group, first=start + (tl.program_id(0) - before) * spec.block_m,
+            end=end, number=tl.program_id(1), spec=spec,
+        )  # fmt: skip
 
 
 @triton.jit

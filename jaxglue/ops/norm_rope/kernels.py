@@ -124,10 +124,11 @@ def _angles(cos, sin, pair, spec: tl.constexpr):
 
 
 @triton.jit
-def _rotate(
-    x, weight, cos, sin, out, N: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, spec: tl.constexpr
-):
-    """Norm and rotate all N heads of one token, or rotate them back."""
+def rotate(
+    x, weight, cos, sin, out, N: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE: tl.constexpr,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate all N heads of one token, or rotate them back; those of `out` are STRIDE values apart."""
     dtype = out.dtype.element_ty
     left_at, right_at, inside, pair = _pairs(spec)
     c, s = _angles(cos, sin, pair, spec)
@@ -146,8 +147,9 @@ def _rotate(
             scale = rms_scale(tl.sum(left * left + right * right, 1), spec.H, spec.eps)[:, None]
             left = normed(left, scale, left_weight, dtype, spec.offset, spec.rounds_first)
             right = normed(right, scale, right_weight, dtype, spec.offset, spec.rounds_first)
-        tl.store(out + at_left, (left * c - right * s).to(dtype), mask=mask)
-        tl.store(out + at_right, (right * c + left * s).to(dtype), mask=mask)
+        to_left, to_right = heads[:, None] * STRIDE + left_at[None, :], heads[:, None] * STRIDE + right_at[None, :]
+        tl.store(out + to_left, (left * c - right * s).to(dtype), mask=mask)
+        tl.store(out + to_right, (right * c + left * s).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -161,8 +163,8 @@ def rotate_kernel(
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
     q, q_out, k, k_out = q + token * N * H, q_out + token * N * H, k + token * K * H, k_out + token * K * H
-    _rotate(q, q_weight, cos, sin, q_out, N, INVERSE, BLOCK_N, spec)
-    _rotate(k, k_weight, cos, sin, k_out, K, INVERSE, BLOCK_K, spec)
+    rotate(q, q_weight, cos, sin, q_out, N, INVERSE, BLOCK_N, spec.H, spec)
+    rotate(k, k_weight, cos, sin, k_out, K, INVERSE, BLOCK_K, spec.H, spec)
 
 
 @triton.jit
@@ -219,8 +221,8 @@ def split_rotate_kernel(
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (spec.turning // 2), sin + token * (spec.turning // 2)
     z, q_out, k_out = z + token * WIDTH, q_out + token * N * H, k_out + token * K * H
-    _rotate(z, q_weight, cos, sin, q_out, N, False, BLOCK_N, spec)
-    _rotate(z + N * H, k_weight, cos, sin, k_out, K, False, BLOCK_K, spec)
+    rotate(z, q_weight, cos, sin, q_out, N, False, BLOCK_N, spec.H, spec)
+    rotate(z + N * H, k_weight, cos, sin, k_out, K, False, BLOCK_K, spec.H, spec)
 
 
 @triton.jit
@@ -239,5 +241,5 @@ def split_rotate_gradient_kernel(
         _rotate_gradient(z, q_weight, cos, sin, dq_out, dz, N, BLOCK_N, spec)
         _rotate_gradient(z + N * H, k_weight, cos, sin, dk_out, dz + N * H, K, BLOCK_K, spec)
     else:
-        _rotate(dq_out, q_weight, cos, sin, dz, N, True, BLOCK_N, spec)
-        _rotate(dk_out, k_weight, cos, sin, dz + N * H, K, True, BLOCK_K, spec)
+        rotate(dq_out, q_weight, cos, sin, dz, N, True, BLOCK_N, spec.H, spec)
+        rotate(dk_out, k_weight, cos, sin, dz + N * H, K, True, BLOCK_K, spec.H, spec)

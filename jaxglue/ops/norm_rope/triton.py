@@ -67,11 +67,11 @@ class TritonNormRope(Launcher):
         """Launch a program for each token; the result has the shapes of q and k."""
         B, T, N, H = q.shape
         K, turning = k.shape[2], 2 * arrays[0].shape[-1]
-        heads = _head_spec(H, turning, spec.eps, spec.style)
+        heads = head_spec(H, turning, spec.eps, spec.style)
         rows = [x.reshape(B * T, -1) for x in (q, k, *arrays)]
         out_type = tuple(map(shape_dtype_of, rows[:2]))
         inputs = (*rows[:2], *weights, *rows[2:])
-        constants |= {"N": N, "K": K, "spec": heads, **_blocks(N, K)}
+        constants |= {"N": N, "K": K, "spec": heads, **head_blocks(N, K)}
         out = self._launch(kernel, inputs, out_type, (B * T,), constants, cost=_COST)
         return out[0].reshape(q.shape), out[1].reshape(k.shape)
 
@@ -90,8 +90,8 @@ class TritonNormRope(Launcher):
     def _split(self, kernel, z, heads, norms: HeadNorms | None, arrays, out_type, *written):
         N, K, H = heads
         rows = [x.reshape(len(z), -1) for x in arrays]
-        spec = _head_spec(H, H, *((None, LLAMA_NORM) if norms is None else (norms.eps, norms.style)))
-        constants = {"N": N, "K": K, "spec": spec, "WIDTH": z.shape[1], **_blocks(N, K)}
+        spec = head_spec(H, H, *((None, LLAMA_NORM) if norms is None else (norms.eps, norms.style)))
+        constants = {"N": N, "K": K, "spec": spec, "WIDTH": z.shape[1], **head_blocks(N, K)}
         weights = rows[:1] * 2 if norms is None else norms.weights
         inputs = z, *weights, *rows, *written
         return self._launch(kernel, inputs, out_type, (len(z),), constants, cost=_COST)
@@ -102,11 +102,12 @@ def _style(style: NormStyle) -> dict[str, Any]:
     return {"OFFSET": style.offset, "ROUNDS_FIRST": style.rounds_first}
 
 
-def _head_spec(H: int, turning: int, eps: float | None, style: NormStyle) -> kernels.HeadSpec:
+def head_spec(H: int, turning: int, eps: float | None, style: NormStyle) -> kernels.HeadSpec:
+    """Return the constants of heads."""
     sizes = {"H": H, "block": triton.next_power_of_2(H // 2), "turning": turning}
     return kernels.HeadSpec(**sizes, eps=eps, offset=style.offset, rounds_first=style.rounds_first)
 
 
-def _blocks(N: int, K: int) -> dict[str, int]:
+def head_blocks(N: int, K: int) -> dict[str, int]:
     """Return the heads in a step of a program."""
     return {f"BLOCK_{name}": min(_HEADS, triton.next_power_of_2(heads)) for name, heads in (("N", N), ("K", K))}

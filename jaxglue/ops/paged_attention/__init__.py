@@ -7,7 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, Reads, check_capability, check_triton
-from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate, scale_queries, style_of
+from jaxglue.ops.norm_rope import (
+    LLAMA_NORM,
+    NORM_ROPE,
+    HeadNorms,
+    NormCall,
+    NormStyle,
+    norm_and_rotate,
+    scale_queries,
+    style_of,
+)
 from jaxglue.ops.paged_attention.latent import LatentPages, make_latent_pages, reference_latent_attention
 from jaxglue.ops.paged_attention.pages import KVPages, make_pages
 from jaxglue.ops.paged_attention.reference import reference_paged_attention, tiled_paged_attention
@@ -29,6 +38,7 @@ __all__ = [
     "PagedCall",
     "append",
     "append_and_attend",
+    "append_in_order",
     "latent_attention",
     "make_latent_pages",
     "make_pages",
@@ -382,6 +392,34 @@ def append(
     turns = None if rotary is None else rope.of(rotary)
     q, k, cache = kernels.append(q, k, v, cache, pages, offsets, turns, norms)
     return scale_queries(q[None], rope, rotary, factor)[0], k, cache
+
+
+def append_in_order(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    cache: KVPages,
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    rope: RopeTables,
+    rotary: Rotary | None,
+    norms: HeadNorms | None,
+    factor: float,
+) -> tuple[Float[Array, "T N H"], KVPages]:
+    """Return queries after `norm_and_rotate`, to the bit, and the cache with such keys, and values.
+
+    Arguments are as of `append`.
+    """
+    _check_shapes(cache, *q.shape[1:])
+    if rotary is not None and cache.key_scales is None:
+        call = NormCall(dtype=q.dtype, style=style_of(norms), interleaved=rotary.config.interleaved)
+        kernels: Any = PAGED_ATTENTION.load(PagedCall(dtype=q.dtype, cache=cache, forked=True))
+        if kernels is not None and NORM_ROPE.load(call) is not None:
+            rotated, cache = kernels.append(q, k, v, cache, pages, offsets, rope.of(rotary), norms)
+            return scale_queries(rotated[None], rope, rotary, factor)[0], cache
+    rotated, keys = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=factor)
+    rotated, _, cache = append(rotated[0], keys[0], v, cache, pages, offsets, rope, None)
+    return rotated, cache
 
 
 def _check_shapes(cache: KVPages, N: int, H: int) -> None:

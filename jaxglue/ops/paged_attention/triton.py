@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops import backend
 from jaxglue.ops.attention.kernels import AttentionKernelSpec
 from jaxglue.ops.attention.tiles import AttentionTiles, kernel_tiles
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms
+from jaxglue.ops.norm_rope.triton import head_blocks, head_spec
 from jaxglue.ops.paged_attention import kernels, latent_kernels, tiled_kernels
 from jaxglue.ops.paged_attention.latent import LatentPages
 from jaxglue.ops.paged_attention.pages import KVPages
@@ -30,6 +32,8 @@ _COMBINED = 128
 """Columns of the shares that a program adds up; those of latents, 512, with all shares would not fit its registers."""
 _VALUES = 8192
 """Values of keys in a step, so that wide heads fit into shared memory."""
+_AHEAD_STAGES = 3
+"""Stages of tiles of a token whose pages are known before: a multiprocessor has place for three programs."""
 _FEWEST = 16
 """Tokens of a warp in a step: the least that tensor cores multiply."""
 
@@ -225,10 +229,26 @@ class TritonTiledPages(Launcher):
             block_n=tiles.block_n,
         )
         arrays = q, cache.keys, cache.values, tables, positions, forks, q if sinks is None else sinks
-        constants = {"TABLE": tables.shape[1], "PAGE": page, "spec": spec}
-        compiled, cost = (tiles.num_warps, tiles.num_stages), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        ahead = tiles.block_n <= page and "pages looked up a tile before" not in backend.UNTRIED
+        constants = {"TABLE": tables.shape[1], "PAGE": page, "AHEAD": ahead, "spec": spec}
+        stages = _AHEAD_STAGES if ahead and self.tiles is None else tiles.num_stages
+        compiled, cost = (tiles.num_warps, stages), KernelCost(kind=KernelKind.ATTENTION_FORWARD)
         out = (shape_dtype_of(q),)
         return self._launch(tiled_kernels.tiled_kernel, arrays, out, (S * K,), constants, *compiled, cost=cost)[0]
+
+    def append(self, q, k, v, cache: KVPages, pages, offsets, turns, norms: HeadNorms | None):
+        """Return rotated queries and the cache of `append_in_order`; `turns` are cosines and sines."""
+        (T, N, H), K, (cos, sin) = q.shape, k.shape[1], (x.reshape(len(q), -1) for x in turns)
+        eps, style = (None, LLAMA_NORM) if norms is None else (norms.eps, norms.style)
+        constants = {"N": N, "K": K, "PAGE": cache.page, "WIDTH": triton.next_power_of_2(H), **head_blocks(N, K)}
+        constants["spec"] = head_spec(H, 2 * cos.shape[-1], eps, style)
+        written, out = _written(cache), jax.new_ref(jax.lax.empty((T, N * H), q.dtype))
+        weights = (cos, cos) if norms is None else norms.weights  # unused without a norm
+        rows = [x.reshape(T, -1) for x in (q, k, v)]
+        arrays = (*rows, *weights, cos, sin, pages, offsets, written["keys"], written["values"], out)
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sum(x.size * x.dtype.itemsize for x in rows))
+        self._launch(tiled_kernels.rotate_append_kernel, arrays, (), (T,), constants, cost=cost)
+        return jax.freeze(out).reshape(q.shape), _frozen(written)
 
 
 def _written(cache: KVPages) -> dict[str, jax.Ref | None]:

@@ -31,8 +31,17 @@ from jaxglue.ops.projection.dora import magnitude_gain
 from jaxglue.ops.projection.few_rows import FewRowsCall, load_few_rows, project_few_rows
 from jaxglue.ops.projection.fp8 import project_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
-from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink, lora_straight_through, lora_sums, shrink
-from jaxglue.ops.projection.ordered import ordered_product, ordered_products
+from jaxglue.ops.projection.lora import (
+    LORA,
+    LoraCall,
+    lora_add,
+    lora_expand,
+    lora_shrink,
+    lora_straight_through,
+    lora_sums,
+    shrink,
+)
+from jaxglue.ops.projection.ordered import adapted_products, ordered_product, ordered_products
 from jaxglue.ops.projection.served import multiply_merged
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import is_quantized
@@ -54,6 +63,7 @@ __all__ = [
     "check_frozen_fp8",
     "multiply",
     "project",
+    "project_in_order",
     "projections_read_fp8",
     "ranks_of",
     "shared_down",
@@ -140,12 +150,52 @@ def shared_down(projections: Sequence[Projection]) -> Float[Array, "ranks in"]:
 def _apply_separately(x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     """Compute products in each weight's format, and add those of adapters."""
     assert not isinstance(x, FP8Rows)
+    if (products := project_in_order(x, projections, conditions, stream)) is not None:
+        return products
     products, low_rank = base_products(x, projections, conditions)
     if stream is not None:
         return [add_to_stream(stream, projections[0], products[0], low_rank, conditions)]
     if low_rank is not None and _added_at_once(projections, conditions):
         return _add_biases(projections, _add_at_once_in_order(projections, products, low_rank))
     return _add_adapters(projections, products, low_rank)
+
+
+def project_in_order(
+    x: Float[Array, "*B in"],
+    projections: Sequence[Projection],
+    conditions: Conditions,
+    stream: Float[Array, "*B out"] | None = None,
+    *,
+    activation: str | None = None,
+    part: int | None = None,
+) -> list[Float[Array, "*B out"]] | None:
+    """Apply projections with their adapters in one launch, with training's bits; None where no kernel does.
+
+    Args:
+        x, projections, conditions, stream: see `adapted_projection`.
+        activation, part: see `adapted_products`.
+    """
+    if not _added_at_once(projections, conditions):
+        return None
+    if stream is not None and RESIDUAL_SUM.load(ResidualSumCall(projection=projections[0])) is not _add_at_once:
+        return None
+    adapters = [projection.adapter for projection in projections if projection.adapter is not None]
+    if LORA.load(LoraCall(dtype=x.dtype, rank=len(adapters[0].A))) is None:
+        return None  # training's products with second matrices are XLA's
+    products = adapted_products(
+        x,
+        [projection.weight for projection in projections],
+        [adapter.A for adapter in adapters],
+        [adapter.B for adapter in adapters],
+        [adapter.scale for adapter in adapters],
+        used=ranks_of(projections, conditions),
+        stream=stream,
+        activation=activation,
+        part=part,
+    )
+    if products is None or stream is not None or activation is not None:  # neither has biases
+        return products
+    return _add_biases(projections, products)
 
 
 def _added_at_once(projections: Sequence[Projection], conditions) -> bool:

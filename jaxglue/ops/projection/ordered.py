@@ -8,14 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import batched
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxglue.ops import backend as backends
-from jaxglue.ops.backend import Backend, Capability, Operation, check_hopper, check_one_device, check_triton
+from jaxglue.ops.backend import (
+    Backend,
+    Capability,
+    Operation,
+    check_hopper,
+    check_one_device,
+    check_triton,
+    compute_capability,
+)
+from jaxglue.ops.projection.few_rows_operands import MOST_MANY_ROWS
 from jaxglue.ops.row_sums import FEWEST_ROWS
 
 if TYPE_CHECKING:
@@ -90,9 +98,8 @@ def ordered_products(
     rows, dtype = x.reshape(-1, x.shape[-1]), dtype or x.dtype
     matrices, others = ([matrix.astype(x.dtype) for matrix in some] for some in (weights, joined))
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
-    if others and (kernels is None or "joined products in one order" in backends.UNTRIED):
-        matrices, others = [*matrices, jnp.concatenate(others)], []
     if kernels is None:
+        matrices += [jnp.concatenate(others)] if others else []
         products = [_multiply(rows, matrix, dtype) for matrix in matrices]
         if part is not None:
             products[-1] = _multiply_in_parts(rows, matrices[-1], dtype, part)
@@ -103,10 +110,60 @@ def ordered_products(
     return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 
+def adapted_products(
+    x: Float[Array, "*B in"],
+    weights: Sequence[Float[Array, "out in"]],
+    downs: Sequence[Float[Array, "R in"]],
+    matrices: Sequence[Float[Array, "out R"]],
+    factors: Sequence[float],
+    *,
+    used: Bool[Array, "*#B R"] | None = None,
+    stream: Float[Array, "*B out"] | None = None,
+    activation: str | None = None,
+    part: int | None = None,
+) -> list[Float[Array, "*B out"]] | None:
+    """Compute x·Wᵢᵀ + (x·Aᵢᵀ)·(factorᵢ · Bᵢ)ᵀ in one launch, with the bits of `ordered_products` and `lora_sums`.
+
+    With an activation, compute y of `lora_swiglu` of gate's and up's weights and adapters. There are no gradients.
+
+    Args:
+        x: the input of all.
+        weights: matrices.
+        downs: the adapters' first matrices, of one rank.
+        matrices: their second ones in float32.
+        factors: of these.
+        used: ranks that each token uses; None where all use all.
+        stream: the residual stream, to which the products of a single weight are added.
+        activation: of the gate.
+        part: columns of a part of the adapters' sums; see `ordered_products`.
+
+    Returns:
+        The products; None without a kernel, and for many rows.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    kernels = ORDERED.load(OrderedCall(dtype=x.dtype))
+    if kernels is None or len(rows) > MOST_MANY_ROWS:
+        return None
+    ranks = None if used is None else jnp.broadcast_to(used, (*x.shape[:-1], used.shape[-1])).reshape(len(rows), -1)
+    added = None if stream is None else stream.reshape(-1, stream.shape[-1])
+    given, firsts = ([matrix.astype(x.dtype) for matrix in some] for some in (weights, downs))
+    options: dict[str, Any] = {"used": ranks, "stream": added, "activation": activation, "part": part}
+    products = kernels.adapt(rows, given, firsts, matrices, factors, **options)
+    return [product.reshape(*x.shape[:-1], -1) for product in products]
+
+
 def _multiply(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "M out"]:
     padded = jnp.pad(x, ((0, max(FEWEST_ROWS - len(x), 0)), (0, 0)))
-    product = jax.lax.dot_general(padded, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    return product[: len(x)]
+    return _contract(padded, weight, dtype)[: len(x)]
+
+
+def _contract(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "*B out"]:
+    """Compute x·Wᵀ by XLA, on a CPU of float32 values: its products of bfloat16 have orders by the number of rows."""
+    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+    if compute_capability() is not None:
+        return jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype)
+    product = jax.lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract_last)
+    return product.astype(dtype)
 
 
 def _multiply_in_parts(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype, part: int):
@@ -126,8 +183,7 @@ def ordered_product(
         backend = "reference"
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
     if kernels is None:
-        contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-        product = jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype or x.dtype)
+        product = _contract(x, weight, dtype or x.dtype)
         # Else cuBLAS would add what is added to it before it rounds the product.
         return jax.lax.optimization_barrier(product)
     return _differentiable(dtype or x.dtype, x, weight)

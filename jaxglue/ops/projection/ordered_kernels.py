@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _load(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_columns(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load BLOCK_K columns of some rows of a matrix with K columns; neighboring programs read them again."""
     columns = k + tl.arange(0, BLOCK_K)
     at = matrix + rows.to(tl.int64)[:, None] * K + columns[None, :]
@@ -23,11 +23,11 @@ def _load(matrix, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _add_steps(acc, x, w, rows, n, first, last, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def add_steps(acc, x, w, rows, n, first, last, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Add w·xᵀ of some rows to acc, from a step of BLOCK_K columns to before another, 16 columns after another."""
     for step in range(first, last):
-        values = _load(x, rows, step * BLOCK_K, K, BLOCK_K)
-        acc = tl.dot(_load(w, n, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
+        values = load_columns(x, rows, step * BLOCK_K, K, BLOCK_K)
+        acc = tl.dot(load_columns(w, n, step * BLOCK_K, K, BLOCK_K), tl.trans(values), acc, input_precision="ieee")
     return acc
 
 
@@ -87,13 +87,13 @@ def ordered_kernel(x, weights, outs, spec: tl.constexpr):
     n_inside, rows_inside = tl.minimum(n, N - 1), tl.minimum(rows, spec.M - 1)
     acc = tl.full((spec.block_n, spec.block_m), 0.0, tl.float32)
     if spec.part is None:
-        acc = _add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, spec.block_k)
+        acc = add_steps(acc, x, w, rows_inside, n_inside, 0, STEPS, K, spec.block_k)
     else:
         length = tl.where(tile >= spec.firsts[COUNT - 1], spec.part // spec.block_k, STEPS)
         for step in range(0, STEPS, length):
             last = tl.minimum(step + length, STEPS)
             own = tl.full((spec.block_n, spec.block_m), 0.0, tl.float32)
-            own = _add_steps(own, x, w, rows_inside, n_inside, step, last, K, spec.block_k)
+            own = add_steps(own, x, w, rows_inside, n_inside, step, last, K, spec.block_k)
             acc = tl.where(step == 0, own, acc + own)
     at = rows.to(tl.int64)[None, :] * stride + n[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < spec.M)[None, :] & (n < N)[:, None])

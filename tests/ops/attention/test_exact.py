@@ -14,7 +14,7 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.paged_attention import PAGED_ATTENTION, PagedCall, make_pages, paged_attention
 from jaxglue.ops.segments import aligned, pack_forks
 
-K, H, PAGE = 2, 16, 16
+K, H, PAGE = 2, 16, 64
 FORKS = [(37, 45, 3, 70), (5, 9), (0, 20, 1), (64, 33, 64)]
 """Tokens of beginnings and of their continuations."""
 

@@ -9,7 +9,7 @@ import pytest
 from selection import repeat
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import LLAMA_NORM, HeadNorms, NormStyle, norm_and_rotate
+from jaxglue.ops.norm_rope import LLAMA_NORM, NORM_ROPE, HeadNorms, NormStyle, norm_and_rotate
 from jaxglue.ops.paged_attention import (
     APPEND,
     APPEND_AND_ATTEND,
@@ -20,6 +20,7 @@ from jaxglue.ops.paged_attention import (
     PagedCall,
     append,
     append_and_attend,
+    append_in_order,
     make_pages,
     paged_attention,
 )
@@ -145,11 +146,12 @@ def test_garbage_of_a_pages_last_owner_is_not_seen(interpreted, interprets):
         np.testing.assert_allclose(got, attend(case, "auto"), rtol=1e-6)
 
 
-def append_case(T, N, K, H, cache_dtype=jnp.float32, style=LLAMA_NORM):
+def append_case(T, N, K, H, cache_dtype=jnp.float32, style=LLAMA_NORM, part=1.0):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((T, heads, H)), jnp.float32) for heads in (N, K, K))
     norms = HeadNorms(*jnp.asarray(rng.standard_normal((2, H)), jnp.float32), 1e-6, style)
-    rotary, positions = Rotary(RopeConfig(rope_theta=100.0), H), jnp.asarray(rng.integers(0, 60, (1, T)), jnp.int32)
+    rotary = Rotary(RopeConfig(rope_theta=100.0, partial_rotary_factor=part), H)
+    positions = jnp.asarray(rng.integers(0, 60, (1, T)), jnp.int32)
     rope = RopeTables((rotary,), (rope_tables(positions, rotary.config, H),))
     pages, offsets = jnp.asarray(1 + rng.permutation(T), jnp.int32), jnp.asarray(rng.integers(0, PAGE, T), jnp.int32)
     return (q, k, v, make_pages(T + 1, K, PAGE, H, cache_dtype), pages, offsets, rope), rotary, norms
@@ -225,6 +227,37 @@ def test_append_rotates_and_writes_to_its_places():
         np.testing.assert_array_equal(cache.keys[pages[token], :, offsets[token]], want[1][0, token])
         np.testing.assert_array_equal(cache.values[pages[token], :, offsets[token]], v[token])
     assert int((np.abs(cache.values).sum((1, 3)) > 0).sum()) == 5
+
+
+def rotated_and_written(rotary, norms, q, k, v, cache, pages, offsets, rope):
+    """Return queries and the cache of `append_in_order`, by a rotation and then writes."""
+    q, k = norm_and_rotate(q[None], k[None], rope, rotary, norms=norms, factor=0.5)
+    return q[0], append(q[0], k[0], v, cache, pages, offsets, rope, None)[2]
+
+
+def compare_rotated(arrays, rotary, norms):
+    got = jax.jit(lambda *new: append_in_order(*new, rotary, norms, 0.5))(*arrays)
+    want = jax.jit(partial(rotated_and_written, rotary, norms))(*arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (x, y))), got, want)
+
+
+@pytest.mark.parametrize(("group", "has_norms", "part"), [(4, True, 1.0), repeat(5, False, 1.0), (1, True, 0.5)])
+def test_rotation_with_writes_to_the_cache_has_the_bits_of_both(group, has_norms, part, interpreted):
+    from jaxglue.ops.norm_rope.triton import TritonNormRope
+    from jaxglue.ops.paged_attention.triton import TritonTiledPages
+
+    arrays, rotary, norms = append_case(5, 2 * group, 2, 24 if group == 5 else 16, part=part)
+    rotation, pages = (interpreted(kind)(compute_capability=90) for kind in (TritonNormRope, TritonTiledPages))
+    with NORM_ROPE.using(rotation), PAGED_ATTENTION.using(pages), APPEND.using(kernels(interpreted)):
+        compare_rotated(arrays, rotary, norms if has_norms else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("has_norms", "part"), [(True, 1.0), (False, 1.0), (True, 0.5)])
+def test_rotation_with_writes_to_the_cache_has_the_bits_of_both_on_a_gpu(has_norms, part):
+    (*new, _, pages, offsets, rope), rotary, norms = append_case(64, 32, 8, 128, part=part)
+    cache, new = make_pages(65, 8, PAGE, 128, jnp.bfloat16), [x.astype(jnp.bfloat16) for x in new]
+    compare_rotated((*new, cache, pages, offsets, rope), rotary, norms if has_norms else None)
 
 
 def test_float8_pages_need_scales():

@@ -15,7 +15,7 @@ from jaxglue.ops import backend
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.projection import LowRankAdapter, Projection, adapted_projection, project
-from jaxglue.ops.projection.ordered import ORDERED, ordered_product, ordered_products
+from jaxglue.ops.projection.ordered import ORDERED, adapted_products, ordered_product, ordered_products
 
 STEP = 16
 
@@ -88,16 +88,14 @@ def test_interpreted_kernel_has_the_bits_of_steps_in_order(M, sizes, K, tiles, k
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 20)])
-def test_products_of_joined_matrices_are_side_by_side(sizes, kernels, monkeypatch):
+def test_products_of_joined_matrices_are_side_by_side(sizes, kernels):
     x, weights = jnp.asarray(numbers(1, 21, 80)), [jnp.asarray(whole(2 + N, N, 80)) for N in (24, 40)]
     joined = [jnp.asarray(whole(9 + i, N, 80)) for i, N in enumerate(sizes)]
     wanted = [in_steps(np.asarray(x), np.asarray(weight)) for weight in (*weights, jnp.concatenate(joined))]
-    for untried in (set(), {"joined products in one order"}):
-        monkeypatch.setattr(backend, "UNTRIED", untried)
-        with ORDERED.using(kernels(16, 16)):
-            products = ordered_products(x, weights, joined=joined)
-        for product, want in zip(products, wanted, strict=True):
-            np.testing.assert_array_equal(product, want)
+    with ORDERED.using(kernels(16, 16)):
+        products = ordered_products(x, weights, joined=joined)
+    for product, want in zip(products, wanted, strict=True):
+        np.testing.assert_array_equal(product, want)
 
 
 @pytest.mark.parametrize(("sizes", "K", "part"), [((24, 16), 208, 64), ((16,), 96, 96), ((16, 16, 16, 6), 200, 96)])
@@ -114,15 +112,55 @@ def test_parts_of_the_last_weights_sums_are_added_one_after_another(sizes, K, pa
     np.testing.assert_allclose(last, wanted[-1], atol=1e-6 * np.abs(wanted[-1]).max())
 
 
-def test_few_rows_are_halved_where_their_programs_would_leave_half_of_a_gpu_idle(monkeypatch):
-    pytest.importorskip("triton")
-    from jaxglue.ops.projection.ordered_triton import FEW_ROWS, HALVED_ROWS, tiles_of
+def low_ranks_of(x, adapters, part, used):
+    """Return x·Aᵀ of each adapter, whose sums are in parts, at the ranks that are used."""
+    parts = [slice(first, first + part) for first in range(0, x.shape[1], part)]
+    ranks = [reduce(np.add, (in_steps(x[:, own], a.A[:, own]) for own in parts)) for a in adapters]
+    return ranks if used is None else [rank * used for rank in ranks]
 
-    assert tiles_of(64, [4096, 16]) == tiles_of(1, [4096]) == HALVED_ROWS
-    assert tiles_of(2816, [4096, 16], in_parts=True) == FEW_ROWS != tiles_of(2816, [4096, 16])
-    assert tiles_of(64, [4096, 1024, 1024, 48]) == tiles_of(64, [12288, 12288, 32]) == FEW_ROWS
-    monkeypatch.setattr(backend, "UNTRIED", {"halved rows in one order"})
-    assert tiles_of(64, [4096, 16]) == FEW_ROWS
+
+@pytest.mark.parametrize(
+    ("M", "sizes", "K", "tiles", "kind"),
+    [
+        (21, (40, 16), 80, (16, 16), "sums"),
+        (21, (40,), 208, (32, 16), "stream in parts"),
+        (37, (24, 24), 80, (16, 32), "activation"),
+        repeat(1, (24, 24), 80, (16, 16), "activation"),
+        repeat(37, (40, 16, 24), 208, (64, 64), "sums"),
+    ],
+)
+def test_adapters_are_added_in_the_launch_of_their_weights(M, sizes, K, tiles, kind, kernels):
+    x, stream, part = numbers(1, M, K), numbers(8, M, sizes[0]), 64 if kind == "stream in parts" else K
+    weights = [whole(2 + i, N, K) / 2**20 for i, N in enumerate(sizes)]
+    adapters = [LowRankAdapter(A=whole(9 + i, 4, K), B=whole(20 + i, N, 4), scale=0.5) for i, N in enumerate(sizes)]
+    used = None if kind == "sums" else np.random.default_rng(3).integers(0, 2, (M, 4)) == 1
+    added, activation = stream if kind == "stream in parts" else None, "silu" if kind == "activation" else None
+    options = {"used": used, "stream": added, "activation": activation, "part": part if part < K else None}
+    arrays = [[getattr(a, name) for a in adapters] for name in ("A", "B", "scale")]
+    with ORDERED.using(kernels(*tiles)):
+        got = adapted_products(*jax.tree.map(jnp.asarray, (x, weights)), *arrays, **options)
+    low_ranks = low_ranks_of(x, adapters, part, used)
+    wanted = [in_steps(x, w) + in_steps(low, 0.5 * a.B) for w, low, a in zip(weights, low_ranks, adapters, strict=True)]
+    if kind == "stream in parts":
+        wanted = [wanted[0] + stream]
+    if kind == "activation":
+        wanted = [np.asarray(jax.nn.silu(wanted[0]) * wanted[1])]
+    for own, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+        assert kind == "activation" or (np.asarray(own) == want).mean() > 0.99
+
+
+def test_tiles_are_as_large_as_leaves_no_multiprocessor_idle(monkeypatch):
+    pytest.importorskip("triton")
+    from jaxglue.ops.projection.ordered_triton import ALONE_ROWS, CROWDED_ROWS, FEW_ROWS, MANY_ROWS, SOME_ROWS, tiles_of
+
+    assert tiles_of(64, [4096, 16]) == tiles_of(1, [4096, 1024, 1024, 48]) == ALONE_ROWS
+    assert tiles_of(2816, [4096, 16], in_parts=True) == tiles_of(64, [12288]) == FEW_ROWS
+    assert tiles_of(2816, [4096, 16]) == tiles_of(256, [151936]) == MANY_ROWS
+    assert [tiles_of(rows, [4096]) for rows in (65, 256, 512)] == [tiles for _, tiles in SOME_ROWS]
+    assert tiles_of(64, [151936]) == CROWDED_ROWS
+    monkeypatch.setattr(backend, "UNTRIED", {"crowded rows in one order"})
+    assert tiles_of(64, [151936]) == FEW_ROWS
 
 
 def test_gradients_are_those_of_the_plain_product(kernels):
@@ -207,8 +245,8 @@ def test_products_compile_in_one_launch(h200):
         assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
 
 
-def test_adapters_of_one_input_take_one_launch_more(h200, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+@pytest.mark.parametrize(("rows", "launches"), [(64, 1), repeat(512, 1), (1024, 2)])
+def test_adapters_of_one_input_take_one_launch_more_at_most(rows, launches, h200):
     heads = [projection(10 * i, N, 256, 16) for i, N in enumerate((256, 128, 128))]
     arrays = [(p.weight, p.adapter.A, p.adapter.B) for p in heads]
     shaped = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=h200)  # noqa: E731
@@ -220,14 +258,14 @@ def test_adapters_of_one_input_take_one_launch_more(h200, monkeypatch):
         ]
         return adapted_projection(x, projections, Exact())
 
-    x = jax.ShapeDtypeStruct((1, 64, 256), jnp.bfloat16, sharding=h200)
+    x = jax.ShapeDtypeStruct((1, rows, 256), jnp.bfloat16, sharding=h200)
     with tracing_for((9, 0)):
         compiled = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile()
-    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 2
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == launches
 
 
-def test_a_feed_forward_takes_four_launches(h200, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
+@pytest.mark.parametrize(("rows", "launches"), [(64, 2), (1024, 4)])
+def test_a_feed_forward_takes_two_launches_or_four(rows, launches, h200):
     D, F = 256, 2304
     projections = [projection(10 * i, *shape, 16) for i, shape in enumerate(((F, D), (F, D), (D, F)))]
     arrays = [(p.weight, p.adapter.A.astype(jnp.bfloat16), p.adapter.B) for p in projections]
@@ -238,12 +276,12 @@ def test_a_feed_forward_takes_four_launches(h200, monkeypatch):
         own = [Projection(weight=w, adapter=a) for (w, _, _), a in zip(arrays, adapters, strict=True)]
         return gated_mlp(x, GatedParts(*own), Exact(), stream=x)
 
-    x = jax.ShapeDtypeStruct((1, 64, D), jnp.bfloat16, sharding=h200)
+    x = jax.ShapeDtypeStruct((1, rows, D), jnp.bfloat16, sharding=h200)
     with tracing_for((9, 0)):
         text = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile().as_text()
     program = text[text.index("ENTRY") :]
-    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 4
-    assert " fusion(" not in program and " concatenate(" not in program
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == launches
+    assert (launches == 2 or " fusion(" not in program) and " concatenate(" not in program
 
 
 @pytest.mark.gpu
@@ -261,7 +299,7 @@ def test_projections_and_feed_forward_of_few_rows_have_trainings_bits_on_a_gpu(r
 
     options = {"compiler_options": STEP_OPTIONS | {"xla_allow_excess_precision": False}}
     trained = jax.jit(lambda x, stream: run(x, stream, Training())).lower(x, stream).compile(**options)(x, stream)
-    for rows in (1, 16, 64, 256):
+    for rows in (1, 16, 64, 100, 256, 512, 1000):
         few = x[:, :rows], stream[:, :rows]
         sampled = jax.jit(lambda x, stream: run(x, stream, Exact())).lower(*few).compile(**options)(*few)
         for own, other in zip(sampled, trained, strict=True):
