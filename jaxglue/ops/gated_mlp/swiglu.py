@@ -135,7 +135,7 @@ def lora_swiglu(
     call = SwigluCall(dtype=gate.dtype, rank=min(ranks), activation=activation, exact=exact)
     kernels = LORA_SWIGLU.load(call, backend=backend)
     if kernels is None:
-        return reference_lora_swiglu(gate, up, low_rank, matrices, activation)
+        return reference_lora_swiglu(gate, up, low_rank, matrices, activation, exact)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))
     out, down_low_rank = _fused(kernels, activation, *rows, matrices)
     return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
@@ -181,12 +181,13 @@ def reference_lora_swiglu(
     low_rank: Float[Array, "*B ranks"],
     matrices: Matrices,
     activation: Activation = "silu",
+    exact: bool = False,
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
     """Compute `lora_swiglu` by XLA, which differentiates it."""
     *second, down = matrices
     gate_adapter, up_adapter = lora_expand(low_rank, second)
     out = ACTIVATIONS[activation](gate + gate_adapter) * (up + up_adapter)
-    return out, lora_shrink(out, down)
+    return out, lora_shrink(out, down, exact)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
