@@ -27,6 +27,7 @@ from measure import table, write_results
 
 from jaxglue.ops import backend
 from jaxglue.ops.moe import FEW_ROWS_EXPERTS, ExpertAdapter, ExpertLora, make_routing, moe_mlp, route
+from jaxglue.ops.moe.few_rows import RingTiles
 from jaxglue.ops.moe.reference import Activation
 from jaxglue.ops.moe.routing import few_rows_tile
 from jaxglue.ops.quant import dequantize
@@ -51,31 +52,52 @@ LAYERS = {
     "gpt-oss-20b": Layer(32, 4, 2880, 2880, "gpt_oss", ("mxfp4", "none")),
     "qwen3-30b-a3b": Layer(128, 8, 2048, 768, "swiglu", ("none", "fp8", "nf4", "int8")),
     "qwen3.5-35b-a3b": Layer(256, 8, 2048, 512, "swiglu", ("fp8", "nf4")),
+    "granite-4-h-small": Layer(72, 10, 4096, 768, "swiglu", ("fp8",)),
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-FORMER: dict[str, Any] = {"late": False, "shrink_k": None}
+FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
+        "whole": FORMER | {"parted": False},
+        "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
+        "ring 3/4/2 sync": {"ring": RingTiles(stages=4, programs=2, sync=16, parted=False)},
+        "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
+        "ring 3/6/1 whole": {"ring": RingTiles(stages=6, programs=1, parted=False)},
+        "ring 3/6/1 sync": {"ring": RingTiles(stages=6, programs=1, sync=32, parted=False)},
+        "ring 2/4/2 whole": {"ring": RingTiles(groups=2, stages=4, programs=2, parted=False)},
+        "ring 2/4/2 sync": {"ring": RingTiles(groups=2, stages=4, programs=2, sync=32, parted=False)},
+        "ring 3/6/2 ahead 2": {"ring": RingTiles(stages=6, programs=2, ahead=2, parted=False)},
+        "ring 3/6/2 ahead 2 sync": {"ring": RingTiles(stages=6, programs=2, ahead=2, sync=16, parted=False)},
+        "ring 2/6/2 ahead 3": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, parted=False)},
+        "ring 2/6/2 ahead 3 sync": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, sync=32, parted=False)},
+        "ring 3/6/1 ahead 3 sync": {"ring": RingTiles(stages=6, programs=1, ahead=3, sync=32, parted=False)},
+        "ring 3/4/2 without decode": {"ring": RingTiles(stages=4, programs=2, skip="decode")},
+        "ring 3/4/2 without scales": {"ring": RingTiles(stages=4, programs=2, skip="scales")},
+        "ring 3/4/2 without all": {"ring": RingTiles(stages=4, programs=2, skip="all")},
+        "ring 3/4/2 sync without decode": {"ring": RingTiles(stages=4, programs=2, sync=16, skip="decode")},
         "parts of 128": {"part": 128},
-        "64/256/4/3": WIDE,
         "64/256/4/3, parts of 128": WIDE | {"part": 128},
         "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
-        "64/512/4/2, parts of 128": WIDE | {"part": 128, "block_k": 512, "num_stages": 2},
         "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
         "128/256/4/3, parts of 128": WIDE | {"part": 128, "block_n": 128},
         "128/256/8/3, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},
     },
     "nf4": {"64/256/4/3": WIDE, "64/128/4/5": WIDE | {"block_k": 128, "num_stages": 5}},
     "int8": {"64/256/4/3": WIDE},
-    "fp8": {"64/256/4/3": WIDE},
+    "fp8": {
+        "64/256/4/3": WIDE,
+        "64/128/4/4": WIDE | {"block_k": 128, "num_stages": 4},
+        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
+        "128/128/8/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "num_warps": 8},
+    },
 }
 """Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
 ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
-    "not late": {"late": False},
+    "late": {"late": True},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""
@@ -148,7 +170,7 @@ class Case(NamedTuple):
         """Return the fields in which tiles differ from those in use; None for these."""
         if self.tiles == IN_USE:
             return None
-        return ADAPTED[self.tiles] if self.rank or self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
+        return ADAPTED[self.tiles] if self.tiles in ADAPTED else VARIANTS[self.form][self.tiles]
 
     def inputs(self) -> tuple[jax.Array, jax.Array, list[tuple[Any, Any, ExpertLora]]]:
         """Return tokens, routers' logits, and weights."""
@@ -214,7 +236,9 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     plain = Case(layer, form, tokens, 0)
     others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
     cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
-    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in (IN_USE, *(ADAPTED if tiled else ())) if rank]
+    rings = [tiles for tiles in others if tiles.startswith("ring") and "without" not in tiles]
+    adapted = (IN_USE, *ADAPTED, *rings) if tiled else (IN_USE,)
+    return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in adapted if rank]
 
 
 def main() -> None:
@@ -225,6 +249,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--rank", type=int, default=16, help="of adapters; 0 leaves them out")
     parser.add_argument("--variants", action="store_true", help="also other tiles, without adapters")
+    parser.add_argument("--tiles", nargs="+", help="of the cases, only those of these tiles")
     parser.add_argument("--once", action="store_true", help="run each program once, and time none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -235,6 +260,7 @@ def main() -> None:
         layer = LAYERS[name]
         for form in layer.formats if args.formats is None else [f for f in args.formats if f in layer.formats]:
             cases = [c for n in args.tokens for c in cases_of(layer, form, n, args.rank, variants=args.variants)]
+            cases = [case for case in cases if args.tiles is None or case.tiles in args.tiles]
             for case in cases[:: len(cases) - 1 or 1]:
                 case.inputs()  # made once, before threads ask for them
             with ThreadPoolExecutor(8) as pool:
@@ -243,12 +269,13 @@ def main() -> None:
                 for case, program in zip(cases, programs, strict=True):
                     jax.block_until_ready(program(*case.inputs()))
                 continue
-            rows = list[dict]()
+            rows, plain = list[dict](), dict[str, Any]()
             for case, program in zip(cases, programs, strict=True):
                 row = case.measure(program, rate)
-                if case.tiles == IN_USE and not case.rank:
+                if not case.rank and case.tiles in (IN_USE, *(args.tiles or ())[:1]):
                     plain = row
-                rows.append(row | ({"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank else {}))
+                adapters = {"adapters": f"{row['us'] / plain['us'] - 1:+.1%}"} if case.rank and plain else {}
+                rows.append(row | adapters)
                 print(rows[-1], flush=True)
             results += [{"layer": name, **row} for row in rows]
             columns = dict.fromkeys(key for row in rows for key in row)

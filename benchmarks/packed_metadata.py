@@ -167,8 +167,8 @@ def measure(shape: str, tokens: int, layers: int | None, quantize: str = "none")
     x = jax.random.normal(jax.random.key(0), (1, tokens, stack.config.hidden_size), jnp.bfloat16)
     times, host = {}, milliseconds(pack)
     for way, make in contexts(stack.config, pack()).items():
-        forward = milliseconds(lambda make=make: stack.forward(x, make())[0])
-        times[way] = forward, milliseconds(stack.step, x, make), device_milliseconds(make)
+        forward = milliseconds(lambda make=make: stack.forward(x, make())[0], repeats=3)
+        times[way] = forward, milliseconds(stack.step, x, make, repeats=3), device_milliseconds(make)
         yield {**row(shape, tokens, way, times, host), "base": quantize}
 
 

@@ -422,6 +422,7 @@ def main() -> None:
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         if bench is None:
             sys.exit(1)
+        results["remat"] = bench.remat
         print(f"device {jax.devices()[0].device_kind}; remat {bench.remat}", flush=True)
         if args.given:
             long_answers(args, bench, results)

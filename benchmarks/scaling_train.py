@@ -4,8 +4,8 @@
     python benchmarks/scaling_train.py --rows bf16 fp8 --rounds 2 --budget 200
 
 A row is a model of random weights, drawn on the GPUs, with LoRA on all linear layers and as many packed tokens on each
-GPU. Runs on single GPUs are side by side, a process each; the slowest counts. Speeds are medians over a run's log
-windows, without its first steps. Results are printed and stored as they come.
+GPU. Runs on single GPUs are side by side, a process each; the slowest counts, or with --once the only one. Speeds are
+medians over a run's log windows, without its first steps. Results are printed and stored as they come.
 """
 
 import argparse
@@ -20,7 +20,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ _FULL = "--method", "full", "--moments", "8bit"
 ROWS = {
     "bf16": Row(shape="llama-3.1-8b", tokens=16384, steps=14, target=0.97),
     "fp8": Row(shape="llama-3.1-8b", tokens=16384, steps=21, target=0.97, flags=("--matmul", "fp8")),
-    "small": Row(shape="qwen3-0.6b", tokens=8192, steps=210, target=0.93),
+    "small": Row(shape="qwen3-0.6b", tokens=8192, steps=140, target=0.93),
     "dpo": Row(shape="llama-3.1-8b", tokens=16384, steps=14, target=0.97, flags=("--objective", "dpo")),
     "experts": Row(shape="qwen3-30b-a3b", tokens=16384, steps=21, target=0.97, mesh="expert"),
     "70b": Row(
@@ -274,41 +276,50 @@ def measure(args: argparse.Namespace, gpus: list[str], rows: dict[str, Row]) -> 
     files, end = Files(args.scratch), time.monotonic() + args.budget
     files.make(list(rows.values()), args.chats)
     print(f"inputs after {args.budget - (end - time.monotonic()):.0f} s", flush=True)
-    for name, row in rows.items():
-        for turn in range(args.rounds):
-            for groups in [*[[[gpu] for gpu in gpus]] * row.alone, [gpus]]:
-                if time.monotonic() > end - args.least:
-                    print(f"{name}, round {turn}, {len(groups[0])} GPUs: no time is left", flush=True)
-                    continue
-                with Watch() as watch:
-                    runs = [Running.start(name, row, group, files, args) for group in groups]
-                    while any(run.process.poll() is None for run in runs) and time.monotonic() < end:
-                        time.sleep(0.2)
-                    for run in runs:
-                        if run.process.poll() is None:
-                            run.kill()
-                for run in runs:
-                    found = {"round": turn, **run.result(watch.used), "clocks": watch.loaded()}
-                    if (rate := found.get("tokens_per_second")) is not None:
-                        found["ms"] = len(run.gpus) * row.tokens / rate * 1e3
-                    results.append(found)
-                    print(short(found), flush=True)
-                    if args.profile and turn == 0 and (len(run.gpus) > 1 or run.gpus == gpus[:1]):
-                        with contextlib.suppress(ValueError, OSError):
-                            print("\n".join(describe_trace(run.folder / "run/profile")), flush=True)
-                if args.json:
-                    write_results(
-                        args.json,
-                        {"rows": results, "targets": verdicts(results, rows, len(gpus))},
-                        gpu=ask_gpu("name") or "none",
-                    )
-        print(tables(verdicts(results, rows, len(gpus))), flush=True)
+    for number, turn in enumerate(turns(rows, gpus, args)):
+        if time.monotonic() > end - args.least:
+            print(f"{', '.join(dict(turn))} on {len(turn[0][1])} GPUs: no time is left", flush=True)
+            continue
+        with Watch() as watch:
+            runs = [Running.start(name, rows[name], group, files, args) for name, group in turn]
+            while any(run.process.poll() is None for run in runs) and time.monotonic() < end:
+                time.sleep(0.2)
+            for run in runs:
+                if run.process.poll() is None:
+                    run.kill()
+        for run in runs:
+            found = {"turn": number, **run.result(watch.used), "clocks": watch.loaded()}
+            if (rate := found.get("tokens_per_second")) is not None:
+                found["ms"] = len(run.gpus) * rows[run.row].tokens / rate * 1e3
+            results.append(found)
+            print(short(found), flush=True)
+            if args.profile and (len(run.gpus) > 1 or run.gpus == gpus[:1]):
+                with contextlib.suppress(ValueError, OSError):
+                    print("\n".join(describe_trace(run.folder / "run/profile")), flush=True)
+        found_verdicts = verdicts(results, rows, len(gpus))
+        if args.json:
+            write_results(args.json, {"rows": results, "targets": found_verdicts}, gpu=ask_gpu("name") or "none")
+        print(tables(found_verdicts), flush=True)
     return results
+
+
+def turns(rows: dict[str, Row], gpus: list[str], args: argparse.Namespace) -> Iterator[list[tuple[str, list[str]]]]:
+    """Yield what runs side by side, each a row and its GPUs: a row alone on every GPU, then on all, in each round.
+
+    With `--once`, rows run alone once, a different one on each GPU, and then each on all.
+    """
+    for _ in range(args.rounds):
+        for names in batched(rows, len(gpus) if args.once else 1):
+            alone = [name for name in names if rows[name].alone]
+            if alone:
+                yield [(name, [gpu]) for name, gpu in zip(alone * (1 if args.once else len(gpus)), gpus, strict=False)]
+            for name in names:
+                yield [(name, gpus)]
 
 
 def short(found: dict[str, Any]) -> str:
     """Return a result in a line."""
-    parts = [f"{found['row']} on {found['on']}, round {found['round']}:"]
+    parts = [f"{found['row']} on {found['on']}, turn {found['turn']}:"]
     if "tokens_per_second" in found:
         parts.append(f"{found['tokens_per_second']:,.0f} tokens/s, {found['ms']:.1f} ms, MFU {found.get('mfu', 0):.1%}")
     if "planned_ms" in found:
@@ -377,6 +388,7 @@ def main(flags: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=2, help="alternations of single GPUs and all")
+    parser.add_argument("--once", action="store_true", help="run each row alone on one GPU, other rows beside it")
     parser.add_argument("--gpus", type=int, help="number to use; default: all that nvidia-smi lists")
     parser.add_argument(
         "--scratch", type=Path, default=Path("/dev/shm/scaling"), help="where descriptions of models and data go"

@@ -10,9 +10,10 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -173,8 +174,10 @@ class Run:
         return loss, values["grad_norm"]
 
 
-def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
+def train(run: Run, batches: list[Batch], warm_up: int, ready: Callable[[], None] = lambda: None) -> dict:
     """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead.
+
+    Call `ready` once the warm-up is done.
 
     A step's end is seen once the next one is dispatched; the last step has none after it, and the interval before its
     end, which is shorter by as much, is left out.
@@ -185,6 +188,8 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
         losses.append(loss)
         if number == 0 or number == warm_up - 1:
             jax.block_until_ready(run.trainable)
+        if number == warm_up - 1:
+            ready()
         if number == 0:
             first = time.perf_counter() - begun
         if pending is not None:
@@ -195,6 +200,12 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
     ends.append(time.perf_counter())
     times = (np.diff(ends)[warm_up - 1 : -1] * 1e3).tolist()
     return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
+
+
+def wait_for_others() -> None:
+    """Say that the timed steps are next, and wait for a line of stdin."""
+    print(json.dumps({"warm": True}), flush=True)
+    sys.stdin.readline()
 
 
 def attention_flops(config: DecoderConfig, batches: list[Batch]) -> dict[str, float]:
@@ -255,7 +266,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     if plan is None or plan.layers_per_program == 1:
         run.compile(batches[0])
         timer.stage("compile")
-    result, device = train(run, batches, args.warm_up), jax.devices()[0]
+    ready, device = wait_for_others if args.wait else (lambda: None), jax.devices()[0]
+    result = train(run, batches, args.warm_up, ready)
     result["host_gib"] = host.added()
     timer.stage("train")
     result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
@@ -291,6 +303,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pinned-gib", type=float, default=100.0, help="host memory that may be pinned")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--wait", action="store_true", help="before the timed steps, wait for a line of stdin")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace of a step")
     return parser.parse_args(flags)
 

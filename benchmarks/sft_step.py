@@ -3,11 +3,11 @@
     python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
 
 Engines are ours, unsloth, peft (transformers + PEFT) and liger (the same with Liger's kernels), each in its own
-process, one after the other. A batch is one row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers,
-with AdamW. Where ours alone is measured, it draws its weights itself, and no files hold them. Where a row tries several
-kinds of checkpointing, a peer runs all in its process, and the fastest is its result (`tried` keeps the others). Host
-memory is what the machine has in use beyond the engine's beginning, as the timed steps end. Results are written as they
-arrive; `--merge` combines files.
+process. Peers import their packages while the first engine compiles; then one after the other has the GPU. A batch is
+one row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Where ours alone is
+measured, it draws its weights itself, and no files hold them. Where a row tries several kinds of checkpointing, a peer
+runs all in its process, and the fastest is its result (`tried` keeps the others). Host memory is what an engine's
+processes hold and pin as the timed steps end. Results are written as they arrive; `--merge` combines files.
 `--gpus` measures several rows side by side, all engines of a row on the same GPU.
 """
 
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import jax
@@ -76,7 +76,9 @@ class Row:
     @property
     def config(self) -> dict:
         """Return config.json."""
-        return SHAPES[self.shape] | ({"num_hidden_layers": self.layers} if self.layers else {})
+        whole = SHAPES[self.shape]
+        cut = {"num_hidden_layers": self.layers, "layer_types": whole.get("layer_types", [])[: self.layers]}
+        return whole | {name: value for name, value in cut.items() if self.layers and name in whole}
 
     @property
     def folder(self) -> str:
@@ -97,7 +99,7 @@ _SMALL: dict[str, Any] = {
     "tokens": 2048,
     "checkpointing": ("none", "device", "offload"),
     "engines": ENGINES,
-    "steps": 30,
+    "steps": 16,
 }
 """A small batch, which most people train on."""
 ROWS = {
@@ -136,6 +138,9 @@ ROWS = {
     "qwen3.5-35b-a3b FP8": Row(shape="qwen3.5-35b-a3b", matmul="fp8", memory_limit=60.0, engines=("ours",), steps=6),
     "qwen3.5-35b-a3b NF4": Row(shape="qwen3.5-35b-a3b", quantize="nf4", memory_limit=24.0, engines=("ours",), steps=6),
     "granite-4-h-tiny": Row(shape="granite-4-h-tiny", peer_memory=True, targets=_GRANITE_4, checkpointing=_ALL),
+    "granite-4-h-tiny, 6 layers": Row(
+        shape="granite-4-h-tiny", layers=6, peer_memory=True, targets=_GRANITE_4, checkpointing=_ALL
+    ),
     "granite-4-h-tiny, memory free": Row(shape="granite-4-h-tiny", engines=("ours",)),
     "nemotron-3-nano": Row(shape="nemotron-3-nano", memory_limit=75.0, engines=("ours",), steps=6),
     "nemotron-3-nano FP8": Row(shape="nemotron-3-nano", matmul="fp8", memory_limit=75.0, engines=("ours",), steps=6),
@@ -235,7 +240,7 @@ class Inputs:
                 shutil.rmtree(self._scratch / folder)
 
 
-def run(
+def start(
     engine: str,
     name: str,
     row: Row,
@@ -243,15 +248,13 @@ def run(
     gpu: dict[str, str],
     args: argparse.Namespace,
     limit: float,
-) -> dict:
-    """Run an engine in its own process for at most `limit` seconds and return its result or error."""
-    further, environment = [], os.environ | gpu
+) -> "Engine":
+    """Start an engine's process, which waits: a peer before it loads the model, ours before the timed steps."""
+    further, environment = ["--wait"], os.environ | gpu
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
-        command, further = (
-            [sys.executable, str(HERE / "sft_ours.py")],
-            [*["--fp8-head"] * row.fp8_head, *args.ours_flags],
-        )
+        command = [sys.executable, str(HERE / "sft_ours.py")]
+        further += [*["--fp8-head"] * row.fp8_head, *args.ours_flags]
         flags["matmul"] = row.matmul
         if row.memory_limit:
             tied = row.config.get("tie_word_embeddings", False)
@@ -263,56 +266,93 @@ def run(
         } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
-        further = ["--checkpointing", *row.checkpointing]
+        further += ["--checkpointing", *row.checkpointing]
         flags |= {"stacks-every": args.stacks} if args.stacks else {}
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
     log = args.logs and args.logs / f"{name.replace(' ', '-').replace(',', '')}-{engine}.txt"
-    return execute(command, environment, limit, log)
+    return Engine(command, environment, limit, log)
 
 
-def execute(command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None) -> dict:
-    """Return a process' JSON lines, with `error` if it failed afterwards; show lines as they come.
+class Engine:
+    """A process that prints JSON lines, which are shown as they come; a log file gets all else that it prints.
 
-    It ends after `limit` seconds, and the processes that it started end with it. A log file gets all else it prints.
+    The processes that it starts end with it.
     """
-    begun, printed, other, error = time.perf_counter(), {}, [], {}
 
-    def read(lines) -> None:
-        for line in lines:
+    def __init__(self, command: list[str], environment: dict[str, str], limit: float, log_file: Path | None = None):
+        self._keeps_log = log_file is not None
+        self._log = open(log_file, "w+", encoding="utf-8") if log_file else TemporaryFile("w+")  # noqa: SIM115 (closed at the end)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True)
+        self._told, self._other = dict[str, Any](), list[str]()
+        self._news = Condition()
+        self._reader = Thread(target=self._read)
+        self.allow(limit)
+        self._reader.start()
+
+    def allow(self, seconds: float) -> None:
+        """Let it take so many seconds from now on."""
+        self._begun, self._limit = time.perf_counter(), seconds
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
             if line.startswith("{"):
-                printed.update(json.loads(line))
-                print(f"{time.perf_counter() - begun:.0f} s: {line[:200].rstrip()}", flush=True)
+                with self._news:
+                    self._told.update(json.loads(line))
+                    self._news.notify_all()
+                print(f"{time.perf_counter() - self._begun:.0f} s: {line[:200].rstrip()}", flush=True)
             else:
-                other.append(line)
+                self._other.append(line)
+        with self._news:
+            self._told["ended"] = True
+            self._news.notify_all()
 
-    with (
-        open(log_file, "w+", encoding="utf-8") if log_file else TemporaryFile("w+") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
-        ) as process,
-    ):
-        reader = Thread(target=read, args=(process.stdout,))
-        reader.start()
+    def until(self, key: str) -> None:
+        """Wait for a line that has a key, or the end of the process or its time."""
+        with self._news:
+            self._news.wait_for(lambda: self._told.keys() & {key, "ended"}, self._left())
+
+    def go_on(self) -> None:
+        """Let it go on where it waits."""
+        with suppress(BrokenPipeError):  # it ended
+            self._process.stdin.write("\n")
+            self._process.stdin.close()
+
+    def result(self) -> dict:
+        """Return what its lines told, with `error` if it failed afterwards or did not end in time."""
         try:
-            status = process.wait(limit)
+            status = self._process.wait(self._left())
         except subprocess.TimeoutExpired:
             status = None
-        finally:
-            with suppress(ProcessLookupError):  # compile workers hold its output open
-                os.killpg(process.pid, signal.SIGKILL)
-            reader.join()
+        self.kill()
+        error = {}
         if status != 0:
-            log.seek(0)
-            text = log.read().strip()
+            self._log.seek(0)
+            text = self._log.read().strip()
             print(text[-3000:], file=sys.stderr)
             last = text.splitlines()[-1] if text else f"status {status}"
-            error = {"error": f"timed out after {limit:.0f} s" if status is None else last}
-        if log_file:
-            log.seek(0, os.SEEK_END)
-            log.writelines(other)
-    return printed | error | {"process_s": round(time.perf_counter() - begun, 1)}
+            error = {"error": f"timed out after {self._limit:.0f} s" if status is None else last}
+        if self._keeps_log:
+            self._log.seek(0, os.SEEK_END)
+            self._log.writelines(self._other)
+        self._log.close()
+        told = {name: value for name, value in self._told.items() if name not in ("warm", "ended")}
+        return told | error | {"process_s": round(time.perf_counter() - self._begun, 1)}
+
+    def _left(self) -> float:
+        return max(0.0, self._begun + self._limit - time.perf_counter())
+
+    def kill(self) -> None:
+        """End the process with all that it started: compile workers hold its output open."""
+        if self._process.stdout.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
 
 
 class Measurements:
@@ -337,14 +377,37 @@ class Measurements:
             flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
             row = replace(row, memory_limit=self._args.memory_limit) if self._args.memory_limit else row
             engines = [engine for engine in row.engines if engine in self._args.engines]
-            for engine in reversed(engines) if row.peer_memory else engines:
-                if (left := self._end - time.monotonic()) <= 0:
-                    print(f"{name}, {engine}: not begun within {self._args.budget:.0f} s", flush=True)
-                    continue
-                result = run(engine, name, row, files, gpu, self._args, min(self._args.limit, left))
-                self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **measured_now(), **result})
-                if row.peer_memory and engine == "unsloth" and "peak_gib" in result:
-                    row = replace(row, memory_limit=round(result["peak_gib"], 2))
+            engines = engines[::-1] if row.peer_memory else engines
+            begun: dict[str, Engine] = {}
+
+            def begin(engine: str, limit: float) -> Engine:
+                begun[engine] = start(engine, name, row, files, gpu, self._args, limit)
+                return begun[engine]
+
+            try:
+                for engine in engines:
+                    if (left := self._end - time.monotonic()) <= 0:
+                        print(f"{name}, {engine}: not begun within {self._args.budget:.0f} s", flush=True)
+                        continue
+                    limit = min(self._args.limit, left)
+                    process = begun.get(engine) or begin(engine, limit)
+                    process.allow(limit)
+                    process.until("seconds" if engine == "ours" else "imported_s")
+                    for each in engines:  # peers import while this one compiles; ours must know its memory limit
+                        if each not in begun and each != "ours":
+                            begin(each, limit)
+                    for each, other in begun.items():
+                        other.until("warm" if each == "ours" else "imported_s")
+                    process.go_on()
+                    result = process.result()
+                    self._add(
+                        {"row": name, "engine": engine, **asdict(row), "flops": flops, **measured_now(), **result}
+                    )
+                    if row.peer_memory and engine == "unsloth" and "peak_gib" in result:
+                        row = replace(row, memory_limit=round(result["peak_gib"], 2))
+            finally:
+                for process in begun.values():
+                    process.kill()
             self._inputs.done(name)
 
     def _add(self, result: dict) -> None:
@@ -469,6 +532,8 @@ def main() -> None:
     if args.merge:
         results = merge(args.json, args.merge)
     else:
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
         measurements = Measurements(args)
         with ThreadPoolExecutor(args.gpus) as pool:
             list(pool.map(measurements.measure, args.rows))

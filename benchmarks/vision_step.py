@@ -47,14 +47,20 @@ QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 PEER = Path(__file__).parent / "peers" / "vision.py"
 SHORT = {"largest": 640, "most_words": 384}
 """Of rows whose image and text have fewer than 800 tokens."""
+_GRACE = 60
+"""Seconds after the peer's limit, for a step that compiles, until it is killed."""
 
 
-def make_model(folder: Path, shape: str) -> Path:
+def make_model(folder: Path, shape: str, layers: int | None = None) -> Path:
     """Write a folder without weights: the shape's text model, with its family's tower or a tiny one."""
     shutil.copytree(SEEING, folder, dirs_exist_ok=True)
     raw = json.loads((folder / "config.json").read_text())
     text = {**SHAPES[shape], "initializer_range": 0.02}
     text.pop("architectures", None)
+    if layers is not None:
+        text["num_hidden_layers"] = layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
     family, marks = around(text, raw)
     raw = {**raw, "tie_word_embeddings": text["tie_word_embeddings"], **family, "text_config": text}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -160,10 +166,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", nargs="*", choices=("pictures", "short", "texts"), default=["pictures", "texts"])
     parser.add_argument("--memory-limit", type=float, help="GiB")
+    parser.add_argument("--in-peer-memory", action="store_true", help="limit ours to the peak of the peer's fastest")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of training, as train_vision=all")
     parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
     parser.add_argument("--peer-path", type=Path, help="folder of its packages, in the place of PYTHONPATH")
-    parser.add_argument("--peer-limit", type=float, default=400.0, help="seconds after which the peer is killed")
+    parser.add_argument("--peer-limit", type=float, default=400.0, help="seconds after which the peer begins no step")
+    parser.add_argument("--peer-kinds", nargs="*", default=[], help="of the peer's rows: packed batches short one; all")
+    parser.add_argument("--layers", type=int, help="of the text model, so many of its first ones: to fill caches")
     parser.add_argument("--peer-engine", choices=("unsloth", "peft"), default="unsloth")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -180,18 +189,24 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     """Yield the results of the peer, which has the GPU for itself as long as no array is on it, then ours."""
     settings: dict[str, Any] = {name: parsed(value) for name, value in (pair.split("=", 1) for pair in args.set)}
     settings |= {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
-    model = make_model(folder / "model", args.shape)
+    model = make_model(folder / "model", args.shape, args.layers)
     files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
     files["short"] = make_data(folder / "short", args.documents, **SHORT)
-    if args.peer:
-        yield from measure_peer(folder, model, files, args)
+    peaks = dict[str, tuple[float, float]]()
+    for result in measure_peer(folder, model, files, args) if args.peer else ():
+        yield result
+        if "peak_gib" in result and result["peak_gib"] is not None:
+            rows = "short" if result["rows"].startswith("short") else "pictures"
+            peaks[rows] = max(peaks.get(rows, (0.0, 0.0)), (result["tokens_per_second"], result["peak_gib"]))
     for rows in args.rows:
         if rows == "texts":
             lengths = read_documents(model, files["pictures"], args, folder).lengths.tolist()
             files["texts"] = as_texts(folder / "texts.jsonl", lengths)
+        if args.in_peer_memory and rows in peaks:
+            settings["memory_limit"] = peaks[rows][1]
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # JAX sizes its pool of pinned memory once
             found = pool.submit(measure, folder, model, files[rows], args, **settings).result()
-        yield {"rows": rows, "memory_limit": args.memory_limit, "set": args.set, **found}
+        yield {"rows": rows, "memory_limit": settings.get("memory_limit"), "set": args.set, **found}
 
 
 def parsed(value: str) -> Any:
@@ -214,7 +229,8 @@ def measure_peer(
 ) -> Iterator[dict[str, Any]]:
     """Write the documents with their patches; yield what the peer prints, then why it ended where it failed."""
     command = [str(args.peer), str(PEER), "--engine", args.peer_engine, "--model", str(model)]
-    command += ["--step-tokens", str(args.seq_len)]
+    command += ["--step-tokens", str(args.seq_len), "--limit", str(args.peer_limit)]
+    command += ["--kinds", *args.peer_kinds] if args.peer_kinds else []
     for name, data in files.items():
         documents = read_documents(model, data, args, folder)
         arrays: dict[str, np.ndarray] = {"lengths": documents.lengths}
@@ -236,7 +252,7 @@ def measure_peer(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
         ) as process,
     ):
-        end = Timer(args.peer_limit, kill_group, (process,))
+        end = Timer(args.peer_limit + _GRACE, kill_group, (process,))
         end.start()
         assert process.stdout is not None
         for line in process.stdout:

@@ -472,7 +472,7 @@ class DecoderConfig:
     @property
     def text_path(self) -> str:
         """Return the path of the decoder among the modules that PEFT adapts."""
-        if self.vision is not None:  # which is loaded with the parts around it
+        if self.vision is not None or (self.scores and self.wrapper):  # which are loaded with the parts around them
             return BESIDE_VISION
         return WRAPPERS[self.wrapper].text_path if self.wrapper else TEXT_PATH
 
@@ -488,9 +488,9 @@ class DecoderConfig:
         """Return the config of a reward model or classifier: scores in place of the output projection.
 
         Raises:
-            ValueError: a text model inside another model.
+            ValueError: a text model inside a model whose tower is not read.
         """
-        if self.wrapper:
+        if self.wrapper and WRAPPERS[self.wrapper].tower is None:
             raise ValueError(
                 f"reward models of {self.wrapper} are not supported: use a folder of {self.model_type}, its text model"
             )

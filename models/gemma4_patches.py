@@ -57,8 +57,6 @@ def with_patches(raw: Mapping[str, Any], config: DecoderConfig, settings: Mappin
     """Return the architecture with the projection of a config.json; raise ValueError for what is not supported."""
     vision = raw["vision_config"]
     sizes = tower_sizes(vision, _SIZES, heads=False)
-    if settings.get("trains", "none") != "none":
-        raise ValueError("--train-vision: the projection of gemma4_unified's patches stays frozen: leave it out")
     tower = PatchesConfig(
         width=sizes["width"],
         patch=sizes["patch"] * sizes["pooled"],

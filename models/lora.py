@@ -187,10 +187,9 @@ def train_projector(model: CausalLM) -> None:
     if config is None or vision is None or config.trains != "projector":
         return
     for path, module in nnx.iter_modules(vision):
-        if config.in_projector(".".join(map(str, path))):
-            for name, value in list(vars(module).items()):
-                if isinstance(value, nnx.Param):
-                    setattr(module, name, nnx.LoRAParam(value.get_value().astype(jnp.float32)))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, nnx.Param) and config.in_projector(".".join(map(str, (*path, name)))):
+                setattr(module, name, nnx.LoRAParam(value.get_value().astype(jnp.float32)))
 
 
 def linear_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:

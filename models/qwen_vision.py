@@ -78,10 +78,6 @@ def with_tower(raw: Mapping[str, Any], config: DecoderConfig, settings: Mapping[
     if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise ValueError(f"vision_config in config.json: hidden_act {vision['hidden_act']!r:.60} is not supported")
     deepstack = _deepstack(vision, sizes["layers"], config)
-    if deepstack and settings.get("trains", "none") != "none":
-        raise ValueError(
-            "a tower whose features enter several layers of the text stays frozen: leave out --train-vision"
-        )
     rope = vision.get("rope_parameters") or {}
     if (width := vision.get("out_hidden_size", config.hidden_size)) != config.hidden_size:
         raise ValueError(

@@ -15,13 +15,15 @@ TEXT_PATH = "model"
 """Path of the decoder among a text model's modules."""
 BESIDE_VISION = "model.language_model"
 """The same among those of a model that is loaded with its vision tower."""
-PROJECTORS = ("merger", "multi_modal_projector", "embed_vision")
-"""Names of modules between a vision tower and a text model."""
+PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "embed_vision")
+"""Names of modules, and of a list of them, between a vision tower and a text model."""
 _SPELLINGS = ("model.language_model.", "language_model.model.")
 """Beginnings of a decoder's names in a wrapper: today's, and the one before transformers 4.52."""
 _TOWER, _INNER = "vision_tower.", "vision_model."
 _OLD_HEAD = "language_model."
 """Before the output projection's name in the older spelling."""
+_CLASSIFIER = ("architectures", "id2label", "num_labels")
+"""Entries of config.json that tell of a sequence classifier."""
 _LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
 """Entries of `quantization_config` that name modules."""
 
@@ -102,6 +104,7 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in wrapper.unread:
         fields.pop(name, None)
     fields["tie_word_embeddings"] = ties(raw) or False
+    fields |= {name: raw[name] for name in _CLASSIFIER if name in raw}
     if isinstance(quantization := raw.get("quantization_config", text.get("quantization_config")), Mapping):
         fields["quantization_config"] = _by_text_names(quantization)
     return fields
@@ -264,6 +267,21 @@ def from_text_name(name: str, path: str) -> str:
     if is_beside_text(name):
         return name
     return f"{path}.{name.removeprefix(f'{TEXT_PATH}.')}" if name.startswith(f"{TEXT_PATH}.") else name
+
+
+_EMBEDDER, _PROJECTION = re.compile(r"\bembed_vision\.(?=patch_|pos_)"), "embed_vision.multimodal_embedder."
+
+
+def to_module_name(name: str, model_type: str | None) -> str:
+    """Return a tensor's name among transformers' modules: files of Gemma 4 12B have others."""
+    if model_type != "gemma4_unified_text":
+        return name
+    return name.replace("embed_vision.", _PROJECTION).replace("vision_embedder.", "embed_vision.")
+
+
+def to_stored_name(name: str) -> str:
+    """Invert `to_module_name`."""
+    return _EMBEDDER.sub("vision_embedder.", name.replace(_PROJECTION, "embed_vision."))
 
 
 def is_beside_text(name: str) -> bool:

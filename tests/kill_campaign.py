@@ -259,6 +259,27 @@ def kill_exports(runs: TinyRuns, name: str, kills: int, rng: random.Random) -> C
     return done
 
 
+def kill_heads(runs: TinyRuns, kills: int, rng: random.Random) -> Counter:
+    """Kill trainings of a draft head and go on with them; return counts of what happened."""
+    folder, done = runs.work / "exports/head", Counter()
+    words = f"draft --model {runs.work}/deep --data {runs.work}/chats.jsonl --output {folder} --drafts 1 --epochs 2"
+    words += f" --max-tokens 6 --seq-len 96 --batch-size 4 --save-every 2 --compilation-cache {runs.compiled}"
+    whole = Whole(lambda **stop: runs.start(words.split(), **stop), lambda: _files(folder), runs.work)
+    moments, status = whole.moments(rng), 0
+    while done["kills"] < kills or status == KILLED:
+        if [path.name for path in folder.parent.iterdir()] == [folder.name]:  # also if killed at its very end
+            assert not (names := unequal(whole.results, _files(folder))), f"{names} differ"
+            shutil.rmtree(folder)
+            done["whole"] += 1
+        end = runs.start([*words.split(), "--resume"], **(next(moments) if done["kills"] < kills else {}))
+        status = end.status
+        assert status in (0, KILLED), end.output[-3000:]
+        done["kills"] += status == KILLED
+    assert not (names := unequal(whole.results, _files(folder))), f"{names} differ"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "remains of a killed run"
+    return done + Counter(whole=1)
+
+
 def _files(folder: Path) -> dict[str, object]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
@@ -279,6 +300,7 @@ CAMPAIGNS: dict[str, Callable[[TinyRuns, int, random.Random], Counter]] = {
     },
     **{name: lambda runs, kills, rng, name=name: kill_exports(runs, name, kills, rng) for name in EXPORTS},
     "overwrite": kill_overwrites,
+    "head": kill_heads,
 }
 
 

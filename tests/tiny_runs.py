@@ -355,13 +355,14 @@ def _draft_head(config: DecoderConfig) -> dict[str, jax.Array]:
 
 def _make_inputs(work: Path) -> None:
     jax.config.update("jax_platforms", "cpu")
-    sources = {"model": "model", "teacher": "model", "calculator": "calculator", "hybrid": "model"}
+    sources = {"model": "model", "teacher": "model", "calculator": "calculator", "hybrid": "model", "deep": "model"}
+    own = {"hybrid": HYBRID, "deep": {"num_hidden_layers": 3}}
     for seed, (name, source) in enumerate(sources.items()):
         folder = work / name
         folder.mkdir(exist_ok=True)
         for path in (QUICKSTART / source).iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
-        raw = json.loads((folder / "config.json").read_text()) | SIZES | (HYBRID if name == "hybrid" else {})
+        raw = json.loads((folder / "config.json").read_text()) | SIZES | own.get(name, {})
         (folder / "config.json").write_text(json.dumps(raw))
         config = config_from_hf(raw)
         tensors = flatten_names(split_model(random_model(config, dtype=jnp.float32, seed=seed), nnx.Param)[1])

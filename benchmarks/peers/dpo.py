@@ -1,12 +1,12 @@
 """Train a peer's DPO on the pairs of benchmarks/dpo_step.py; print a JSON line of speed and memory after each step.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --pairs-only FILE.npz
-    python benchmarks/peers/dpo.py --pairs FILE.npz --engine liger --batch 4 8 16 --by-length
+    python benchmarks/peers/dpo.py --pairs FILE.npz --engine liger --batch 4 8 --by-length --checkpointing device none
 
 TRL's DPOTrainer with PEFT, alone (trl), with Liger's kernels (liger), or with Unsloth's model and patches (unsloth);
 bf16; the reference is the model with its adapter off. Batches are padded: `padding_free` is without effect in TRL 1.15
-and 1.16, whose trainer says so. Several sizes of batches run one after the other, with new weights; the last line is
-the fastest, with what all took in `tried`.
+and 1.16, whose trainer says so. Several sizes of batches run one after the other, with new weights, until a larger one
+is slower, with each kind of checkpointing; the last line is the fastest, with what all took in `tried`.
 """
 
 import argparse
@@ -38,13 +38,16 @@ def examples(path: Path) -> list[dict]:
     ]
 
 
-def by_length(rows: list[dict], batch: int, rng: np.random.Generator) -> list[dict]:
-    """Return rows in the order of transformers' `group_by_length`: long with long in each run of 50 batches."""
-    order = rng.permutation(len(rows))
-    runs = [order[begin : begin + 50 * batch] for begin in range(0, len(rows), 50 * batch)]
-    runs = [sorted(run, key=lambda row: -max(_lengths(rows[row]))) for run in runs]
-    *whole, last = [run[begin : begin + batch] for run in runs for begin in range(0, len(run), batch)]
-    return [rows[row] for number in rng.permutation(len(whole)) for row in whole[number]] + [rows[row] for row in last]
+def by_length(rows: list[dict], batch: int, warm_up: int, steps: int) -> list[dict]:
+    """Return rows of batches whose pairs are about as long: the longest `warm_up` times, then `steps` of all lengths.
+
+    The latter are spread evenly, so that a few of them take as long on average as all; transformers' `group_by_length`
+    has nearly the same batches in a random order.
+    """
+    longest = sorted(rows, key=lambda row: -max(_lengths(row)))
+    batches = [longest[begin : begin + batch] for begin in range(0, len(rows) // batch * batch, batch)]
+    middles = ((np.arange(steps) + 0.5) / steps * len(batches)).astype(int)
+    return [row for number in (*[0] * warm_up, *middles) for row in batches[number]]
 
 
 def _lengths(row: dict) -> tuple[int, int]:
@@ -67,13 +70,13 @@ def build_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_trainer(args: argparse.Namespace, batch: int, clock):
+def build_trainer(args: argparse.Namespace, batch: int, kind: str, clock):
     """Return a trainer of the engine's model that takes the pairs as they are, by length if asked for."""
     import torch
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
 
-    model, lora = ENGINES[args.engine](args)
+    model, lora = ENGINES[args.engine](args, kind)
     from trl import DPOConfig, DPOTrainer  # after unsloth, which patches it
 
     class Trainer(DPOTrainer):
@@ -84,7 +87,7 @@ def build_trainer(args: argparse.Namespace, batch: int, clock):
             return SequentialSampler(self.train_dataset) if rows is not given else super()._get_train_sampler()
 
     given = examples(args.pairs)
-    rows = by_length(given, batch, np.random.default_rng(0)) if args.by_length else given
+    rows = by_length(given, batch, args.warm_up, args.steps) if args.by_length else given
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=batch,
@@ -92,7 +95,7 @@ def build_trainer(args: argparse.Namespace, batch: int, clock):
         max_steps=args.warm_up + args.steps,
         learning_rate=5e-6,
         bf16=torch.cuda.is_available(),
-        gradient_checkpointing=not args.no_checkpointing,
+        gradient_checkpointing=kind != "none",
         max_length=None,
         logging_steps=1,
         save_strategy="no",
@@ -110,15 +113,16 @@ def build_trainer(args: argparse.Namespace, batch: int, clock):
     )
 
 
-def peft_model(args: argparse.Namespace):
+def peft_model(args: argparse.Namespace, kind: str):
     """Return a random model, and the adapter that TRL gives it."""
+    del kind  # the trainer's
     from peft import LoraConfig
 
     lora = LoraConfig(r=engines.RANK, lora_alpha=engines.ALPHA, target_modules=engines.TARGETS, task_type="CAUSAL_LM")
     return build_model(args.pairs, args.layers), lora
 
 
-def unsloth_model(args: argparse.Namespace):
+def unsloth_model(args: argparse.Namespace, kind: str):
     """Return Unsloth's model with its adapter, by way of a folder."""
     import torch
 
@@ -128,14 +132,10 @@ def unsloth_model(args: argparse.Namespace):
     build_tokenizer().save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
-    model = engines.unsloth_model(str(folder), quantize="none", checkpointing=_kind(args), seq_len=2 * LONGEST)
+    model = engines.unsloth_model(str(folder), quantize="none", checkpointing=kind, seq_len=2 * LONGEST)
     shutil.rmtree(folder)
     torch.cuda.reset_peak_memory_stats()
     return model, None
-
-
-def _kind(args: argparse.Namespace) -> str:
-    return "none" if args.no_checkpointing else "device"
 
 
 ENGINES = {"trl": peft_model, "liger": peft_model, "unsloth": unsloth_model}
@@ -174,21 +174,26 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     import torch
 
     results: list[dict] = []
-    shared = {"engine": args.engine, "checkpointing": _kind(args), "by_length": args.by_length}
-    for batch in args.batch:
-        results.append({"pairs_per_step": batch})
-        host = HostMemory()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            build_trainer(args, batch, make_clock(batch, args.warm_up, host, results)).train()
-        except torch.cuda.OutOfMemoryError as error:
-            results[-1]["error"] = str(error).splitlines()[0]
-        gc.collect()  # a trainer and its model hold each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        best = max(results, key=lambda result: result.get("pairs_per_second", 0.0))
-        yield shared | best | {"tried": results, "versions": engines.versions()}
+    for kind in args.checkpointing:
+        before = 0.0
+        for batch in args.batch:
+            results.append({"pairs_per_step": batch, "checkpointing": kind})
+            host = HostMemory()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                build_trainer(args, batch, kind, make_clock(batch, args.warm_up, host, results)).train()
+            except torch.cuda.OutOfMemoryError as error:
+                results[-1]["error"] = str(error).splitlines()[0]
+            gc.collect()  # a trainer and its model hold each other
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            best = max(results, key=lambda result: result.get("pairs_per_second", 0.0))
+            told = {"engine": args.engine, "by_length": args.by_length, **best}
+            yield told | {"tried": results, "versions": engines.versions()}
+            if results[-1].get("pairs_per_second", 0.0) <= before:
+                break
+            before = results[-1]["pairs_per_second"]
 
 
 def main() -> None:
@@ -200,7 +205,7 @@ def main() -> None:
         "--batch", type=int, nargs="+", default=[4], help="pairs of a batch; several one after the other"
     )
     parser.add_argument("--by-length", action="store_true", help="pairs of a batch are about as long")
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations on the GPU")
+    parser.add_argument("--checkpointing", nargs="+", choices=("device", "none"), default=["device"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--json", type=Path)

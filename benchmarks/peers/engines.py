@@ -54,6 +54,16 @@ def stay_offline() -> None:
         os.environ.setdefault(name, value)
 
 
+def compile_kernels_together() -> None:
+    """Let Triton compile what it tunes side by side: one after the other, Mamba-2's kernels take minutes on a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        from timing import compile_together
+
+        compile_together()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the peers' packages that are installed."""
     found = {}
@@ -77,6 +87,18 @@ def import_unsloth():
     import unsloth
 
     return unsloth
+
+
+def import_packages(engine: str) -> None:
+    """Import what an engine's model is loaded with, which takes a while; nothing of it uses the GPU's time."""
+    stay_offline()
+    if engine == "unsloth":
+        import_unsloth()
+    else:
+        import peft  # noqa: F401
+        from transformers import AutoModelForCausalLM  # noqa: F401
+    if engine == "liger":
+        import liger_kernel.transformers  # noqa: F401
 
 
 def load_unsloth(folder: str, *, adapter: str, quantize: str, checkpointing: str, seq_len: int):

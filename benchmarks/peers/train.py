@@ -129,6 +129,7 @@ def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     args.checkpointing, args.seq_len = engines.known_checkpointing(args.engine, args.checkpointing), tokens.shape[1]
+    engines.compile_kernels_together()
     options = {"quantize": args.quantize, "checkpointing": args.checkpointing[0], "seq_len": args.seq_len}
     model = engines.load(args.engine, args.model, args.adapter, **options)
     step = Steps(model, args.engine, args.learning_rate)
@@ -136,9 +137,14 @@ def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield the time until the model is loaded; the result of the fastest kind of checkpointing so far, with what all
-    tried took; then its kernels, where it was the only one."""
+    """Yield the times until packages and the model are loaded; the result of the fastest kind of checkpointing so far,
+    with what all tried took; then its kernels, where it was the only one."""
     begun, host = time.perf_counter(), HostMemory()
+    engines.import_packages(args.engine)
+    yield {"imported_s": round(time.perf_counter() - begun, 2)}
+    if args.wait:
+        sys.stdin.readline()
+    begun = time.perf_counter()
     step, batches = prepare(args)
     yield {"loaded_s": round(time.perf_counter() - begun, 2)}
     adapter = step.adapter()
@@ -238,6 +244,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", choices=engines.CHECKPOINTING, default=["none"])
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--wait", action="store_true", help="before the model is loaded, wait for a line of stdin")
     parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")
     parser.add_argument(
         "--stacks-every",

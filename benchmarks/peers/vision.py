@@ -5,12 +5,12 @@
 Pictures are trained on one by one, as many as fill a row in a step; packed, where Unsloth packs them; and in batches of
 alike lengths of at most `--step-tokens` with their padding. Short rows are trained on in batches of two by chance, four
 of them a step, as Unsloth's notebooks do. The tower is frozen, and adapters of the text train, as in the benchmark.
-Weights are random. Each kind begins with two steps, whose times are printed; then its batches are passed once before
-those that count: Unsloth compiles.
+Weights are random. Each kind begins with two steps of its first batches; then its batches are passed once before those
+that count: Unsloth compiles. The time of each step is printed when it ends. After `--limit` seconds nothing new begins,
+and a rate is that of the steps of the last pass that were made.
 """
 
 import argparse
-import faulthandler
 import functools
 import json
 import multiprocessing
@@ -158,41 +158,48 @@ class Passes:
         """Return a batch in memory that the GPU copies from by itself."""
         return {name: value.pin_memory() for name, value in batch.items()} if self._cuda else batch
 
-    def seconds(self, batches: list[dict[str, Any]], each: int) -> float:
-        """Return the time of a pass, in which so many batches make a step."""
-        begun, losses = time.perf_counter(), []
-        for place, batch in enumerate(batches, 1):
+    def seconds(self, batches: list[dict[str, Any]]) -> float:
+        """Return the time of a step on some batches."""
+        begun = time.perf_counter()
+        for batch in batches:
             inputs = self.placed(batch)
             with self._torch.autocast("cuda" if self._cuda else "cpu", dtype=self._torch.bfloat16, enabled=self._cuda):
                 loss = self._model(**inputs, use_cache=False).loss
             loss.backward()
-            losses.append(loss.detach())
-            if place % each == 0 or place == len(batches):
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-        self.last_loss = float(losses[-1])  # waits for the GPU
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.last_loss = float(loss.detach())  # waits for the GPU
         return time.perf_counter() - begun
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the time until the model is loaded; of each kind, tokens without padding per second, and peak memory."""
     begun = time.perf_counter()
+
+    def is_over() -> bool:
+        return time.perf_counter() - begun > args.limit
+
     pictures, short = dict(np.load(args.pictures)), dict(np.load(args.short))
     model = load(args.engine, args.model, int(max(pictures["lengths"].max(), short["lengths"].max())))
     import torch
 
+    engines.compile_kernels_together()
     gpu = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"}
     yield {**gpu, "loaded_s": round(time.perf_counter() - begun, 1), "versions": engines.versions()}
     lengths, config, passes = pictures["lengths"], model.config, Passes(model)
     row = max(1, args.step_tokens // int(lengths.mean()))
     pairs = np.random.default_rng(0).permutation(len(short["lengths"])).tolist()
     kinds = {
-        "one by one": (pictures, batches_of(lengths, 0), row),
         "packed": (pictures, packed_rows(lengths, args.step_tokens), 1),
         "batches by length": (pictures, batches_of(lengths, args.step_tokens), 1),
         "short rows in batches of two": (short, [pairs[first : first + 2] for first in range(0, len(pairs), 2)], 4),
+        "one by one": (pictures, batches_of(lengths, 0), row),
     }
-    for kind, (documents, batches, each) in kinds.items():
+    for kind in [name for name in kinds if not args.kinds or name.split()[0] in args.kinds]:
+        documents, batches, each = kinds[kind]
+        if is_over():
+            yield {**gpu, "rows": kind, "error": f"not begun within {args.limit:g} s"}
+            continue
         pack = functools.partial(inputs_of, config)
         if kind == "packed":
             try:
@@ -200,17 +207,27 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             except (ImportError, ValueError) as error:
                 yield {**gpu, "rows": kind, "error": str(error)}
                 continue
-        inputs, spans = [passes.pinned(pack(documents, numbers)) for numbers in batches], []
+        inputs = [passes.pinned(pack(documents, numbers)) for numbers in batches]
+        steps = [slice(first, first + each) for first in range(0, len(inputs), each)]
+        tokens = [sum(int(documents["lengths"][i]) for part in batches[step] for i in part) for step in steps]
         for _ in range(2):  # the first compiles
-            yield {**gpu, "rows": kind, "step_s": passes.seconds(inputs[:each], each), "batches": each}
-        for _ in range(1 + args.passes):
+            yield {**gpu, "rows": kind, "first_step_s": passes.seconds(inputs[steps[0]]), "tokens": tokens[0]}
+        rates, counted = [0.0], 0
+        for number in range(1 + args.passes):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            spans.append(passes.seconds(inputs, each))
-        tokens = int(documents["lengths"].sum())
-        found = {"tokens_per_second": tokens / min(spans[1:]), "seconds_a_pass": spans, "batches": len(batches)}
+            spans: list[float] = []
+            for step, count in zip(steps, tokens, strict=True):
+                if is_over() and (spans or number):
+                    break
+                spans.append(passes.seconds(inputs[step]))
+                yield {**gpu, "rows": kind, "pass": number, "step_s": spans[-1], "tokens": count}
+            if spans and (number or is_over()):
+                rates.append(sum(tokens[: len(spans)]) / sum(spans))
+                counted = len(spans)
+        found = {"tokens_per_second": max(rates), "rates": rates[1:], "steps": counted, "steps_a_pass": len(steps)}
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-        yield {**gpu, "rows": kind, **found, "tokens": tokens, "loss": passes.last_loss, "peak_gib": peak}
+        yield {**gpu, "rows": kind, **found, "tokens": sum(tokens), "loss": passes.last_loss, "peak_gib": peak}
 
 
 def packed_rows(lengths: np.ndarray, tokens: int) -> list[list[int]]:
@@ -253,7 +270,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--passes", type=int, default=1)
-    faulthandler.dump_traceback_later(60, repeat=True)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no step begins")
+    parser.add_argument("--kinds", nargs="*", choices=("packed", "batches", "short", "one"), help="of rows; all")
     try:
         for result in measure(parser.parse_args()):
             print(json.dumps(result), flush=True)

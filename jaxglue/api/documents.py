@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.images import DocumentPart, ImageRules
 from jaxglue.data.iterator import Step
 from jaxglue.data.packing import plan_packing
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.training.run import Rows
-from jaxglue.vision.processor import Processor
-from jaxglue.vision.rows import Image, PlacedImage, RowImages, image_positions
+from jaxglue.vision.rows import PlacedImage, RowImages
 
 
 class TokenDocument(NamedTuple):
@@ -47,7 +47,7 @@ def pack_documents(
     *,
     slots: int,
     vocabulary: int,
-    processor: Processor | None = None,
+    rules: ImageRules | None = None,
 ) -> tuple[Step, list[tuple[int, int, int]]]:
     """Pack documents into one step whose loss is a sum; return also each one's row, first and last token.
 
@@ -56,7 +56,7 @@ def pack_documents(
         rows: size of a row and of a micro-batch.
         slots: documents that a row has place for, at least; more where a row holds more.
         vocabulary: tokens of the model.
-        processor: of images; None for documents without any.
+        rules: of images; None for documents without any.
 
     Raises:
         ValueError: no document, or one that is longer than a row or holds other than tokens and finite numbers.
@@ -86,8 +86,9 @@ def pack_documents(
             if ranks is not None:
                 ranks[row, part] = each.ranks
     batches, images = [], None
-    if processor is not None and any(each.images for each in documents):
-        images = _images(documents, members, seq_len, processor)
+    if rules is not None and any(each.images for each in documents):
+        whole = [[DocumentPart(0, len(documents[i].tokens), documents[i].images) for i in own] for own in members]
+        images = rules.rows(tokens, whole)
     for first in range(0, len(members), size):
         part = slice(first, first + size)
         members_of_part = [lengths[each].tolist() for each in members[part]]
@@ -104,33 +105,6 @@ def pack_documents(
             )
         )
     return Step(micro_batches=tuple(batches), tokens=int(lengths.sum()), targets=1.0), places
-
-
-def _images(
-    documents: Sequence[TokenDocument],
-    members: Sequence[Int[np.ndarray, " n"]],
-    seq_len: int,
-    processor: Processor,
-) -> RowImages:
-    """Return the images of rows of these documents."""
-    index = np.full((len(members), seq_len), -1, np.int32)
-    positions, rows, used = np.zeros((*index.shape, 3), np.int32), list[list[Image]](), list[int]()
-    for line, along, own in zip(index, positions, members, strict=True):
-        begin = count = 0
-        rows.append([])
-        for number in own:
-            document = documents[number]
-            end, grids = begin + len(document.tokens), [(each.first, each.image.grid) for each in document.images]
-            along[begin:end] = image_positions(end - begin, grids, processor.merge)
-            for first, image in document.images:
-                tokens = processor.tokens(image.grid)
-                line[begin + first : begin + first + tokens] = np.arange(count, count + tokens)
-                rows[-1].append(image)
-                count += tokens
-            begin = end
-        used.append(begin)
-    largest = int(index.max()) + 1
-    return RowImages(rows, index, positions if processor.positions else None, processor, used, largest)
 
 
 def _part(images: RowImages, part: slice) -> RowImages:

@@ -44,7 +44,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
-from jaxglue.vision.rows import PlacedImage, PromptImages
+from jaxglue.vision.rows import PlacedImage, PromptImages, read_prompt
 
 if TYPE_CHECKING:
     pass
@@ -317,8 +317,7 @@ class Session:
 
     def _pack_documents(self, documents: Sequence[TokenDocument]) -> tuple[Step, list[tuple[int, int, int]]]:
         size = self._setup.model.vocab_size
-        processor = self.image_rules and self.image_rules.processor
-        options: dict[str, Any] = {"slots": self._slots, "vocabulary": size, "processor": processor}
+        options: dict[str, Any] = {"slots": self._slots, "vocabulary": size, "rules": self.image_rules}
         step, places = pack_documents(documents, self._setup.rows, **options)
         self._slots = step.micro_batches[0].segments.slots
         return step, places
@@ -341,18 +340,19 @@ class Session:
         engine, trainable = self._sampling_engine(), self._state.trainable if weights is None else weights
         return engine.generate(trainable, self._state.frozen, requests, self._setup.stops if stops is None else stops)
 
-    def see(self, images: Sequence[PlacedImage]) -> PromptImages | None:
-        """Return the images of a prompt with their features, for requests of `sample_tokens`; None for none."""
+    def see(
+        self, tokens: Int[np.ndarray, " T"], images: Sequence[PlacedImage]
+    ) -> tuple[list[int], PromptImages | None]:
+        """Return a prompt as the model reads it, with the features of its images, for requests of `sample_tokens`."""
         if not images:
-            return None
+            return tokens.tolist(), None
         assert self.image_rules is not None
         processor, engine = self.image_rules.processor, self._sampling_engine()
-        trees = self._state.trainable, self._state.frozen
-        places = np.concatenate([first + np.arange(processor.tokens(image.grid)) for first, image in images])
+        trees, count = (self._state.trainable, self._state.frozen), processor.tokens
+        places = [self.image_rules.places(tokens, first, count(image.grid)) for first, image in images]
         pictures = [image for _, image in images]
-        return PromptImages.of(
-            pictures, places.astype(np.int32), lambda image: engine.see(*trees, [image], processor), processor
-        )
+        see = partial(engine.see, *trees, processor=processor)
+        return read_prompt(tokens, pictures, np.concatenate(places), lambda image: see([image]), processor)
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError for a prompt that `sample_tokens` would refuse, with all that are answered beside it."""

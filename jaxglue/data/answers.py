@@ -136,11 +136,12 @@ class AnswerDataset(TokenDataset):
 
     def _document_parts(self, unit: int) -> Iterator[DocumentPart]:
         """Yield the parts of a unit by their places in the first document: images are in the prompt alone."""
+        assert self.reader is not None
         document, prompt = int(self.documents[unit]), int(self.prompts[unit])
         if self.task.shared_prompt:
-            yield DocumentPart(document, 0, prompt, prompt)
+            yield self.reader.part(document, 0, prompt, prompt)
         for size in self.sizes[unit].tolist():
-            yield DocumentPart(document, prompt if self.task.shared_prompt else 0, prompt + size, prompt)
+            yield self.reader.part(document, prompt if self.task.shared_prompt else 0, prompt + size, prompt)
 
     def most_features(self, members: Sequence[Int[np.ndarray, "documents"]]) -> int:
         """See `TokenDataset.most_features`; each answer may have a copy of its prompt."""

@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int, Shaped
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig, Source
-from jaxglue.data.images import DocumentPart, ImageReader, ImageRules, cut_before_image
+from jaxglue.data.images import ImageReader, ImageRules, cut_before_image
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import TokenStore, join_stores
@@ -123,10 +123,8 @@ class TokenDataset:
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
         images = None
         if self.reader is not None:
-            parts = [
-                [DocumentPart(int(self.documents[d]), 0, int(self.lengths[d]), int(self.lengths[d])) for d in row]
-                for row in members
-            ]
+            ends = [[(int(self.documents[d]), int(self.lengths[d])) for d in row] for row in members]
+            parts = [[self.reader.part(document, 0, end, end) for document, end in row] for row in ends]
             images = self.reader.rows(tokens, parts, self.most_features(members))
         columns = self._columns_of_tokens(segments, members)
         return Batch(**arrays, segments=segments, columns=columns, images=images)

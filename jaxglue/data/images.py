@@ -3,8 +3,8 @@
 import re
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -28,6 +28,15 @@ IMAGE_TAG = "<image>"
 """Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
 _DECODERS = 4
 """Images decoded at a time."""
+
+
+class DocumentPart(NamedTuple):
+    """Tokens of a document that follow each other in a row."""
+
+    begin: int
+    end: int
+    images: Sequence[PlacedImage]
+    """Of the whole document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +139,42 @@ class ImageRules:
         before = np.cumsum([0, *map(self.processor.tokens, grids)])[:-1]
         return places[before[before < len(places)]].tolist()
 
+    def rows(
+        self, tokens: Int[np.ndarray, "B T"], parts: Sequence[Sequence[DocumentPart]], largest: int | None = None
+    ) -> RowImages:
+        """Return the images of packed rows.
+
+        The tokens of features become the processor's `stand_in`, in place, where it has one.
+
+        Args:
+            tokens: of the rows.
+            parts: of documents in each row, in order.
+            largest: features of the row with most of them, over all processes; None for that of these rows.
+        """
+        rows, used, processor = list[list[Image]](), list[int](), self.processor
+        index, positions = np.full(tokens.shape, -1, np.int32), np.zeros((*tokens.shape, 3), np.int32)
+        most = 0
+        for b, row in enumerate(parts):
+            rows.append([])
+            token = features = 0
+            for begin, end, images in row:
+                grids = [(first, image.grid) for first, image in images]
+                positions[b, token : token + end - begin] = image_positions(end, grids, processor.merge)[begin:]
+                for first, image in images:
+                    if begin <= first < end:
+                        at, count = token + first - begin, processor.tokens(image.grid)
+                        places = self.places(tokens[b, : token + end - begin], at, count)
+                        index[b, places] = np.arange(features, features + len(places))
+                        rows[-1].append(image)
+                        features += count
+                token += end - begin
+            used.append(token)
+            most = max(most, features)
+        if processor.stand_in is not None:
+            tokens[index >= 0] = processor.stand_in
+        largest = most if largest is None else largest
+        return RowImages(rows, index, positions if self.positions else None, processor, used, largest)
+
     def shown(self, data: bytes) -> Image:
         """Return an image that an environment showed, without patches; raise ValueError for one that is none."""
         grid = self.processor.grid(*image_size(data))
@@ -177,19 +222,6 @@ def _cut(text: str) -> str | list[dict[str, Any]]:
     return parts
 
 
-class DocumentPart(NamedTuple):
-    """Tokens of a document that follow each other in a row."""
-
-    document: int
-    """Index in the store."""
-    begin: int
-    end: int
-    seen: int
-    """Tokens of the document, from its start, that its images in the store are among."""
-    images: Sequence[PlacedImage] | None = None
-    """The document's images, where they are not the store's."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
     """Reader of the images of stored documents for batches."""
@@ -211,18 +243,13 @@ class ImageReader:
             return []
         numbers = records.of_document(document)
         firsts = self.rules.firsts(tokens, [records.grid(number) for number in numbers])
-        return [PlacedImage(first, self._stored(number)) for first, number in zip(firsts, numbers, strict=False)]
+        return [
+            PlacedImage(first, Image.of(records.record(number))) for first, number in zip(firsts, numbers, strict=False)
+        ]
 
-    def _stored(self, number: int) -> Image:
-        records = self.store.images
-        assert records is not None
-        key = records.digests[number].tobytes()
-        return Image(key=key, grid=records.grid(number), read=partial(records.read, number))
-
-    def count(self, parts: Sequence[DocumentPart]) -> int:
-        """Return the features in parts of documents whose images are given."""
-        images = [image for part in parts for first, image in part.images or () if part.begin <= first < part.end]
-        return sum(self.rules.processor.tokens(image.grid) for image in images)
+    def part(self, document: int, begin: int, end: int, seen: int) -> DocumentPart:
+        """Return some tokens of a document whose images are among so many tokens from its start."""
+        return DocumentPart(begin, end, self.placed(document, self.tokens(document, seen)))
 
     @cached_property
     def counts(self) -> Int[np.ndarray, " documents"]:
@@ -233,57 +260,36 @@ class ImageReader:
         tokens = np.array([processor.tokens(Grid(*grid)) for grid in grids.tolist()])
         return np.bincount(records.owners, tokens[places.ravel()], len(self.store.lengths)).astype(np.int64)
 
-    def rows(self, tokens: Int[np.ndarray, "B T"], parts: Sequence[Sequence[DocumentPart]], largest: int) -> RowImages:
-        """Return the images of packed rows.
-
-        Args:
-            tokens: of the rows.
-            parts: of documents in each row, in order.
-            largest: features of the row with most of them, over all processes.
-
-        The tokens of features become the processor's `stand_in`, in place, where it has one.
-        """
-        rules, rows, used = self.rules, list[list[Image]](), list[int]()
-        processor, index = rules.processor, np.full(tokens.shape, -1, np.int32)
-        positions = np.zeros((*tokens.shape, 3), np.int32)
-        for b, row in enumerate(parts):
-            rows.append([])
-            token = features = 0
-            for document, begin, end, seen, images in row:
-                images = self.placed(document, self.tokens(document, seen)) if images is None else images
-                grids = [(first, image.grid) for first, image in images]
-                positions[b, token : token + end - begin] = image_positions(end, grids, processor.merge)[begin:]
-                for first, image in images:
-                    if begin <= first < end:
-                        at, count = token + first - begin, processor.tokens(image.grid)
-                        places = rules.places(tokens[b, : token + end - begin], at, count)
-                        index[b, places] = np.arange(features, features + len(places))
-                        rows[-1].append(image)
-                        features += count
-                token += end - begin
-            used.append(token)
-        if processor.stand_in is not None:
-            tokens[index >= 0] = processor.stand_in
-        decoded = iter(self.decoded([image for row in rows for image in row]))
-        found = [[next(decoded) for _ in row] for row in rows]
-        return RowImages(found, index, positions if rules.positions else None, processor, used, largest)
+    def rows(
+        self, tokens: Int[np.ndarray, "B T"], parts: Sequence[Sequence[DocumentPart]], largest: int | None = None
+    ) -> RowImages:
+        """Return the images of packed rows, with patches where these are needed; arguments as of `ImageRules.rows`."""
+        images = self.rules.rows(tokens, parts, largest)
+        decoded = iter(self.decoded([image for row in images.rows for image in row]))
+        return replace(images, rows=[[next(decoded) for _ in row] for row in images.rows])
 
     def images_of(self, document: int) -> list[Image]:
         """Return the images of a whole document, in order."""
-        assert self.store.images is not None
-        return self.decoded([self._stored(number) for number in self.store.images.of_document(document)])
+        records = self.store.images
+        assert records is not None
+        return self.decoded([Image.of(records.record(number)) for number in records.of_document(document)])
 
     def decoded(self, images: Sequence[Image]) -> list[Image]:
         """Return images with patches where these are needed."""
+        return decode(images, self.rules.processor, self.kept)
 
-        def decode(image: Image) -> Image:
-            known = self.kept and all(image.cache_key in features for features in self.kept)
-            return image if known else image.decoded(self.rules.processor)
 
-        by_key = {image.cache_key: image for image in images}
-        with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
-            found = dict(zip(by_key, pool.map(decode, by_key.values()), strict=True))
-        return [found[image.cache_key] for image in images]
+def decode(images: Sequence[Image], processor: Processor, kept: Sequence[Container[tuple]] = ()) -> list[Image]:
+    """Return images with patches, but for those whose features are in all that is kept, by `Image.cache_key`."""
+
+    def with_patches(image: Image) -> Image:
+        known = kept and all(image.cache_key in features for features in kept)
+        return image if known else image.decoded(processor)
+
+    by_key = {image.cache_key: image for image in images}
+    with ThreadPoolExecutor(_DECODERS) as pool:  # Pillow lets other threads run
+        found = dict(zip(by_key, pool.map(with_patches, by_key.values()), strict=True))
+    return [found[image.cache_key] for image in images]
 
 
 def cut_before_image(

@@ -319,12 +319,12 @@ class ReadDataset(TokenDataset):
         placed = self.reader.placed(document, self.reader.tokens(document, int(self.store.lengths[document])))
         before = [each for each in placed if each.first < prefix]
         if self.task.shared_prompt:
-            yield DocumentPart(document, 0, prefix, prefix, before)
+            yield DocumentPart(0, prefix, before)
         for part in range(first, first + self.counts[unit]):
             size, start = int(self.table.sizes[part]), int(self.table.starts[part] - self.store.offsets[document])
             own = [PlacedImage(at - start + prefix, image) for at, image in placed if start <= at < start + size]
             begin = prefix if self.task.shared_prompt else 0
-            yield DocumentPart(document, begin, prefix + size, prefix, [*before, *own])
+            yield DocumentPart(begin, prefix + size, [*before, *own])
 
     def most_features(self, members: Sequence[Int[np.ndarray, "units"]]) -> int:
         """See `TokenDataset.most_features`; each part may have a copy of its beginning."""

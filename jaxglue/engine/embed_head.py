@@ -59,7 +59,8 @@ class EmbedHead:
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
-        self.loss_shape = objective.shape
+        self.loss_shape, vision = objective.shape, config.vision
+        self.layers_fed = 0 if vision is None or vision.trains == "none" else vision.layers_seen
         self._repeating = ("tensor",) if objective.answers is None else ("tensor", CONTEXT)
         """Axes whose devices compute the same sums: units of answers are of whole rows."""
         self._head_parts = ("norm", graphdefs.output_name)
@@ -145,7 +146,7 @@ class EmbedHead:
         frozen: Params,
         batch: Batch,
         key: PRNGKeyArray | None,
-        dx: Float[Array, "B T D"],
+        dx: list[Float[Array, "B T D"]],
         accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
@@ -300,15 +301,18 @@ class EmbedHead:
             def embed(trainable):
                 embed_tokens = merge_module(self._graphdefs.embed_tokens, trainable, others)
                 x = embed_tokens(batch.tokens, self._dtype)
-                return embed_tokens.see(x, batch.images, backend=self._attention)[0]
+                x, seen = embed_tokens.see(x, batch.images, backend=self._attention)
+                return [x, *seen][: len(dx)]
 
             # The table's values do not matter, its dtype does: gradients of frequent tokens are long sums.
             table = gather(Layout(layout.mesh, jnp.float32), trainable, stored)
-            (gradients,) = jax.vjp(embed, table)[1](dx)
+            embedded, pull = jax.vjp(embed, table)
+            (gradients,) = pull(dx[: len(embedded)])
             return add_trees(accumulated, reduce_scatter_grads(layout, gradients, stored, name))
 
         sums = None if accumulated is None else grad_specs
-        specs = (stored, layout.param_specs(vision, VISION), layout.batch_specs(batch), layout.batch_spec, sums)
+        of_dx = [layout.batch_spec] * len(dx)
+        specs = (stored, layout.param_specs(vision, VISION), layout.batch_specs(batch), of_dx, sums)
         return per_device(program, layout.mesh, specs, grad_specs)(trainable, vision, batch, dx, accumulated)
 
     def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):

@@ -49,14 +49,25 @@ class EntryHead(Protocol):
     programs: tuple[Any, ...]
     loss_shape: tuple[int, ...]
     """Shape of the losses on one device."""
+    layers_fed: int
+    """The first layers to whose outputs the entry adds values that train."""
 
     def embed(self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, scale=None) -> tuple:
         """Return (the first layer's input, every layer's context)."""
 
     def embed_backward(
-        self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, dx, accumulated: Params | None
+        self,
+        trainable: Params,
+        frozen: Params,
+        batch: Any,
+        key: PRNGKeyArray | None,
+        dx: list[Array],
+        accumulated: Params | None,
     ) -> Params:
-        """Return `accumulated` plus the entry's gradients."""
+        """Return `accumulated` plus the entry's gradients.
+
+        Those in `dx` are to the first layer's input, and to the outputs of `layers_fed` layers.
+        """
 
     def loss(self, trainable: Params, frozen: Params, x, batch: Any, scale) -> Array:
         """Return scale · Σ loss of the last layer's output."""
@@ -71,8 +82,9 @@ class EntryHead(Protocol):
 Update = Callable[[ParamKey, Params], None]
 """Called with a part of the parameters (a name, or a layer's index) and its finished gradients."""
 
-_Backward = Callable[[list[Array], list[Params | None], Update], Array]
-"""([gradient to the last layer's output], layers' sums, receiver of their gradients) → gradient to the first input.
+_Backward = Callable[[list[Array], list[Params | None], Update], list[Array]]
+"""([gradient to the last layer's output], layers' sums, receiver of their gradients) → gradients to the first input,
+and to the outputs of layers that the entry feeds.
 
 The list is emptied, so that no caller's variable keeps the gradient on the device.
 """
@@ -131,6 +143,8 @@ class LayerExecutor:
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
         check_grouped(layers_per_program, policies, stream_weights=stream_weights)
+        if entry_head.layers_fed:
+            layers_per_program = 1  # gradients between layers are read
         self._passes = LayerPasses(
             self.layers,
             self._reference,
@@ -374,9 +388,10 @@ class LayerExecutor:
             # Where there are several groups, the first one's programs serve the others, too.
             constant = self.is_one_program and not jax.tree.leaves(trainable[self.entry_head.entry])
             x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
-            return x, z, partial(self._groups.backward, groups, *layers, contexts)
+            backward = partial(self._groups.backward, groups, *layers, contexts)
+            return x, z, lambda *arguments: [backward(*arguments)]
         x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))
-        return x, z, partial(self._passes.backward, saved, *layers, contexts)
+        return x, z, partial(self._passes.backward, saved, *layers, contexts, fed=self.entry_head.layers_fed)
 
     def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
         """Return the input of the reference model's layers, without the noise of training, where such a model runs."""

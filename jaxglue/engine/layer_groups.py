@@ -262,14 +262,20 @@ class LayerGroups:
 
 
 def _share(contexts: list) -> tuple[list[Array], list, tuple]:
-    """Split contexts, which share all arrays but dropout keys, into these arrays, the keys, and every treedef."""
+    """Split contexts into their arrays, each once, dropout keys, and every treedef with the places of its arrays.
+
+    Contexts share most arrays; embeddings that a layer has of its own, and segments in which images are seen, differ.
+    """
     flat = [jax.tree.flatten(replace(context, dropout_key=None)) for context in contexts]
-    return flat[0][0], [context.dropout_key for context in contexts], tuple(treedef for _, treedef in flat)
+    shared = {id(leaf): leaf for leaves, _ in flat for leaf in leaves}
+    place_of = {key: place for place, key in enumerate(shared)}
+    treedefs = tuple((treedef, tuple(place_of[id(leaf)] for leaf in leaves)) for leaves, treedef in flat)
+    return [*shared.values()], [context.dropout_key for context in contexts], treedefs
 
 
 def _contexts(shared: list[Array], keys: list, treedefs: tuple) -> list:
     """Return the contexts that `_share` split."""
-    contexts = [jax.tree.unflatten(treedef, shared) for treedef in treedefs]
+    contexts = [jax.tree.unflatten(treedef, [shared[place] for place in places]) for treedef, places in treedefs]
     return [replace(context, dropout_key=key) for context, key in zip(contexts, keys, strict=True)]
 
 

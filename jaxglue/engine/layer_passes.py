@@ -147,10 +147,12 @@ class LayerPasses:
         dy: list[Float[Array, "B T D"]],
         sums: list[Params | None],
         finish: Callable[[ParamKey, Params], None],
-    ) -> Float[Array, "B T D"]:
-        """Return the gradient to the first layer's input; empty `saved`, `dy` and `sums` on the way.
+        *,
+        fed: int = 0,
+    ) -> list[Float[Array, "B T D"]]:
+        """Return the gradients to the first layer's input, and to the outputs of the first `fed` layers.
 
-        Pass each layer's gradients to `finish`, the last layer's first.
+        Empty `saved`, `dy` and `sums` on the way, and pass each layer's gradients to `finish`, the last layer's first.
         """
         values, held_weights = saved
         moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen]
@@ -161,10 +163,12 @@ class LayerPasses:
         running, count = self._run_ahead(compiles=compiles), len(values)
         values_ahead = self._prefetch_saved(values, restore)
         layers = transfer.Lookahead(zip(weights_ahead, values_ahead, strict=True), early=self._layout.gathers)
-        gathered, dx = None, dy.pop()
+        gathered, dx, between = None, dy.pop(), deque[Array]()
         if compiles:
             running.add(dx)
         for i in reversed(range(count)):
+            if i < fed:
+                between.appendleft(dx)
             stored, (x, residuals) = layers.take()
             weights = merge_gathered(gathered, stored)
             accumulated, sums[i] = sums[i], None
@@ -176,7 +180,7 @@ class LayerPasses:
             if self._uses_host or compiles:
                 running.add(done)
         self._compiled.add(kind)
-        return dx
+        return [dx, *between]
 
     def stored_weights(self, trainable: list[Params], frozen: list[Params]) -> transfer.Lookahead[_Weights]:
         """Iterate over every layer's stored weights, prefetching those on the host."""

@@ -179,6 +179,7 @@ class _EntryHead:
 
     entry = "entry"
     loss_shape: tuple[int, ...] = ()
+    layers_fed = 0
 
     def __init__(self, entry: Entry, head: Head, layers: int):
         self._entry, self._head, self._layers = entry, head, layers
@@ -222,7 +223,7 @@ class _EntryHead:
 
     def _embed_backward(self, trainable, frozen, batch, key, dx, accumulated):
         _, vjp = jax.vjp(lambda trainable: self._embed(trainable, frozen, batch, key)[0], trainable)
-        return add_trees(accumulated, vjp(dx)[0])
+        return add_trees(accumulated, vjp(dx[0])[0])
 
     def _loss(self, trainable, frozen, x, batch, scale):
         return self._head(merge_params(trainable, frozen), x, batch) * scale

@@ -240,7 +240,7 @@ def load_assistant(config: AssistantConfig, folder: Path, dtype, *, labels: int 
     seed, storage = config.seed, config.storage  # of which an adapter's file may tell
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
-    vision = None if labels else tower_of(folder)
+    vision = tower_of(folder)
     if seed is None:
         model = load_model(folder, dtype=dtype, quantize=storage, labels=labels, vision=vision, progress=DataProgress())
     else:

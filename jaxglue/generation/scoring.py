@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
+from jaxglue.data.images import DocumentPart, ImageRules, decode
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.data.tokenizer import padding_token
 from jaxglue.engine.executor import Executor
@@ -18,10 +19,11 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.assistant import Assistant, count_labels, load_parts
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.engine import require_known
+from jaxglue.generation.sight import make_rules
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.segments import pack_forks, pack_segments, segment_bucket
-from jaxglue.vision.rows import PromptImages, pack_prompts
+from jaxglue.vision.rows import Image, PlacedImage, PromptImages, pack_prompts
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
@@ -216,11 +218,15 @@ def _joined(context: Tokens, continuation: Tokens, limit: int) -> Tokens:
 class TextScorer:
     """A loaded reward model or classifier.
 
+    Args:
+        config: of the model.
+        image_max_tokens: of an image, at most; None for the default.
+
     Raises:
         ValueError: bad folders, tensors or tokenizer, or a model that writes text.
     """
 
-    def __init__(self, config: AssistantConfig):
+    def __init__(self, config: AssistantConfig, image_max_tokens: int | None = None):
         self.labels = count_labels(config)
         """Scores of a document."""
         if not self.labels:
@@ -232,16 +238,29 @@ class TextScorer:
         self._vocabulary = model.config.vocab_size
         self.limit = model.config.max_position_embeddings
         """Most tokens that the model reads at once."""
+        self.rules: ImageRules | None = None
+        """For images of documents; None of a model that sees none."""
+        if model.config.vision is not None:
+            self.rules = make_rules(config.folder, self.tokenizer, files=None, max_tokens=image_max_tokens)
         graphdefs, self._trainable, self._frozen = split_model(model, nnx.LoRAParam)
         self._executor = Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype)
         self._padding = padding_token(self.tokenizer)
 
-    def scores(self, documents: Sequence[Sequence[int] | np.ndarray]) -> Float[np.ndarray, "documents labels"]:
+    def scores(
+        self, documents: Sequence[Sequence[int] | np.ndarray], images: Sequence[Sequence[Image]] = ()
+    ) -> Float[np.ndarray, "documents labels"]:
         """Return each document's scores: those of its last token other than padding.
 
+        Args:
+            documents: tokens.
+            images: of each document, whose tokens are among these; empty where none has any.
+
         Raises:
-            ValueError: an empty document, one beyond the model's limit, or a score that is not finite.
+            ValueError: an empty document, one beyond the model's limit, images that the model does not see or that
+                cannot be read, or a score that is not finite.
         """
+        if any(images) and self.rules is None:
+            raise ValueError("this reward model or classifier sees no images: give texts alone")
         documents = [self._without_padding(document) for document in documents]
         scores = np.zeros((len(documents), self.labels))
         if not documents:
@@ -250,10 +269,24 @@ class TextScorer:
         plan, row, slots = plan_rows(lengths)
         for members in map(plan.row, range(plan.rows)):
             batch = _make_batch([documents[index] for index in members], row, slots)
+            if any(seen := [images[index] for index in members] if images else []):
+                batch = self._with_images(batch, [documents[index] for index in members], seen)
             found = self._executor.answer_log_probs(self._trainable, self._frozen, jax.device_put(batch))
             scores[members] = np.asarray(found)[0, : len(members), : self.labels]
         require_finite(scores)
         return scores
+
+    def _with_images(self, batch: Batch, texts: Sequence[np.ndarray], images: Sequence[Sequence[Image]]) -> Batch:
+        """Return a batch of one row with the images of its documents."""
+        rules, parts, tokens = self.rules, list[DocumentPart](), np.array(batch.tokens)
+        assert rules is not None
+        for text, seen in zip(texts, images, strict=True):
+            firsts = rules.firsts(text, [image.grid for image in seen])
+            placed = map(PlacedImage, firsts, decode(seen, rules.processor))
+            parts.append(DocumentPart(0, len(text), [*placed]))
+        images_: Any = rules.rows(tokens, [parts]).with_patches()
+        tokens_: Any = tokens
+        return replace(batch, tokens=tokens_, images=images_)
 
     def _without_padding(self, document: Sequence[int] | np.ndarray) -> np.ndarray:
         tokens = np.asarray(document, np.int32)
@@ -272,15 +305,17 @@ class RewardScorer(TextScorer):
         ValueError: as `TextScorer`, or several labels.
     """
 
-    def __init__(self, config: AssistantConfig):
-        super().__init__(config)
+    def __init__(self, config: AssistantConfig, image_max_tokens: int | None = None):
+        super().__init__(config, image_max_tokens)
         if self.labels > 1:
             name = config.adapter or config.folder
             raise ValueError(f"{name} is a classifier with {self.labels} labels, which is no reward")
 
-    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
+    def score(
+        self, documents: Sequence[Sequence[int] | np.ndarray], images: Sequence[Sequence[Image]] = ()
+    ) -> list[float]:
         """Return each document's score; see `TextScorer.scores`."""
-        return self.scores(documents)[:, 0].tolist()
+        return self.scores(documents, images)[:, 0].tolist()
 
 
 def _make_batch(documents: Sequence[np.ndarray], row: int, slots: int) -> Batch:

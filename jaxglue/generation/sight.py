@@ -17,7 +17,7 @@ from jaxglue.data.template import ChatTemplate
 from jaxglue.generation.engine import Engine
 from jaxglue.models.parameters import Params
 from jaxglue.vision.images import ImageSource
-from jaxglue.vision.rows import Image, PromptImages
+from jaxglue.vision.rows import Image, PromptImages, read_prompt
 
 Admit = Callable[[int], None]
 _LOCK = Lock()
@@ -93,11 +93,7 @@ class Sight:
         return self._prompt([*tokens], images, np.concatenate(places))
 
     def _prompt(self, tokens: list[int], images: Sequence[Image], places: Int32[np.ndarray, " I"]) -> Prompt:
-        processor = self.rules.processor
-        if processor.stand_in is not None:
-            for place in places.tolist():
-                tokens[place] = processor.stand_in
-        return Prompt(tokens, PromptImages.of(images, places, self._features, processor))
+        return Prompt(*read_prompt(tokens, images, places, self._features, self.rules.processor))
 
     def _features(self, image: Image) -> np.ndarray:
         with _LOCK:  # threads of a server encode prompts at once

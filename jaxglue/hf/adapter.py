@@ -39,7 +39,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule
 from jaxglue.models.tower_config import Trains
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH, is_beside_text
+from jaxglue.models.wrapper import TEXT_PATH, is_beside_text, to_module_name
 from jaxglue.ops.choices import QUANTIZE, SERVED, Storage
 
 CONFIG = "adapter_config.json"
@@ -188,6 +188,7 @@ def save_adapter(
         OSError: a failed write, such as on a full disk.
     """
     folder = Path(folder)
+    tensors = {to_module_name(name, model_type): tensor for name, tensor in tensors.items()}
     experts = target_parameters(tensors)
     by_key = to_keys(tensors, experts, tied=tied, text_path=text_path)
     _require_finite(folder / TENSORS, by_key)

@@ -82,10 +82,9 @@ def _target_modules(names: Sequence[str], config: LoraConfig, text_path: str) ->
         return kinds
     linears = [kind for kind in kinds if kind not in PATHS]
     paths = [rf"{re.escape(text_path)}\.layers\.\d+\.(.+\.)?({'|'.join(linears)})"] if linears else []
-    roots = sorted({".".join(name.split(".")[:2]) for name in of_tower})
-    for root in roots:
-        modules = _kinds(name for name in of_tower if name.startswith(f"{root}."))
-        paths.append(rf"{re.escape(root)}\.(.+\.)?({'|'.join(modules)})")
+    # Whole paths: a tower's convolutions may have names of its linear layers.
+    places = re.compile(r"\\\.\d+(?=\\\.)")
+    paths += sorted({places.sub(r"\\.\\d+", re.escape(name.rpartition(".")[0])) for name in of_tower})
     return "|".join([*paths, *(re.escape(from_text_name(PATHS[name], text_path)) for name in PATHS if name in kinds)])
 
 
@@ -171,8 +170,8 @@ def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict
     entries: dict[str, Any] = {}
     if whole:
         entries = {"ensure_weight_tying": tied, "modules_to_save": list(MODULES) if tied else whole}
-    if projector := _projector(names):
-        entries["modules_to_save"] = [*entries.get("modules_to_save", []), projector]
+    if projectors := _projectors(names):
+        entries["modules_to_save"] = [*entries.get("modules_to_save", []), *projectors]
     if SCORE in names:
         entries["modules_to_save"] = [*entries.get("modules_to_save", []), "score"]
     if rows:
@@ -180,10 +179,13 @@ def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict
     return entries
 
 
-def _projector(names: Iterable[str]) -> str | None:
-    """Return the name of the projector of a vision tower where it is saved whole."""
-    parts = [name.split(".") for name in names if is_beside_text(name) and not is_adapter(name)]
-    return next((module for module in PROJECTORS if parts and module in parts[0]), None)
+def _projectors(names: Iterable[str]) -> list[str]:
+    """Return the names of the projectors of a vision tower where they are saved whole."""
+    found = (_PROJECTOR.search(name) for name in names if is_beside_text(name) and not is_adapter(name))
+    return list(dict.fromkeys(match[1] for match in found if match))
+
+
+_PROJECTOR = re.compile(rf"\b((?:{'|'.join(PROJECTORS)})(?:\.\d+)?)\.")
 
 
 def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
@@ -225,13 +227,17 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
             parse_patterns(field, pattern_entries(field, raw))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if unknown := sorted(saved_modules(raw) - {*MODULES, *PROJECTORS, *_scores(raw)}):
+    known = {*MODULES, *PROJECTORS, *_scores(raw)}
+    if unknown := sorted(name for name in saved_modules(raw) if name.partition(".")[0] not in known):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
 
 
 def saved_modules(raw: Mapping[str, Any]) -> set[str]:
-    """Return the last names of the modules that PEFT saves whole."""
-    return {_last(name) for name in raw.get("modules_to_save") or ()}
+    """Return the last names of the modules that PEFT saves whole; of a list's also their places."""
+    return {_LAST.search(name)[0] for name in raw.get("modules_to_save") or ()}  # type: ignore[index]
+
+
+_LAST = re.compile(r"[^.]*(\.\d+)?$")
 
 
 def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -256,8 +262,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
         if _scores(raw) and SCORE not in tensors:
             raise ValueError(f"task_type {SEQUENCE_CLASSIFIER} needs {SCORE}, which {path.parent} does not hold")
-        projector = _projector(tensors)
-        if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw), projector}):
+        if missing := sorted(saved_modules(raw) - {*whole, *_scores(raw), *_projectors(tensors)}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
         if raw.get("trainable_token_indices") not in (None, [], {}) and not (rows or whole):
             raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")

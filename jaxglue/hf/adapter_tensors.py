@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_text_name
+from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_stored_name, to_text_name
 
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of DoRA's magnitudes."""
@@ -87,6 +87,7 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
     """
     name, _ = to_text_name(key.removeprefix(_PREFIX))
     if is_beside_text(name):
+        name = to_stored_name(name)
         last = name.removesuffix(".weight").rpartition(".")[2]
         return (name.removesuffix(".weight") if last in _MATRICES else name), array
     if vocabulary := _VOCABULARY.fullmatch(name):

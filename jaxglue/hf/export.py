@@ -1,5 +1,6 @@
 """Export of complete Hugging Face model folders: trained, merged or quantized, written tensor by tensor."""
 
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import abstract_parameters, buffers, quantized_names
-from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config
+from jaxglue.models.wrapper import WRAPPERS, find_wrapper, text_config, with_text
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Shape, WeightFormat, experts_format
 
@@ -312,6 +313,8 @@ def copy_texts(base: str | Path, output: Path, names: Collection[str]) -> None:
 
 
 _CLASS = "ForSequenceClassification"
+_APART = re.compile(r"(?<!\d)_|_(?!\d)")
+"""Between the words of a model type; not within a version, as in qwen3_5."""
 
 
 def describe_classifier(
@@ -322,9 +325,9 @@ def describe_classifier(
     The class scores the last token that is not the padding token.
     """
     raw = read_config(folder)
-    family = "".join(part.capitalize() for part in raw["model_type"].split("_"))
+    family = "".join(part.capitalize() for part in _APART.split(raw["model_type"]))
     names = {str(index): f"LABEL_{index}" for index in range(labels)}
     described: dict[str, Any] = {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
-    described |= {"num_labels": labels, "pad_token_id": padding_token(tokenizer)}
+    described |= {"num_labels": labels, "architectures": [family + _CLASS]}
     described |= {"problem_type": problem_type} if problem_type else {}
-    write_json(folder / "config.json", raw | {"architectures": [family + _CLASS]} | described)
+    write_json(folder / "config.json", with_text(raw, pad_token_id=padding_token(tokenizer)) | described)

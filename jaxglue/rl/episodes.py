@@ -23,9 +23,8 @@ from jaxglue.generation.engine import Completion
 from jaxglue.generation.turns import Turn
 from jaxglue.rl.conversation import ConversationTemplate, Messages, conversation_text, named_results
 from jaxglue.rl.episode_process import EpisodeDiedError
-from jaxglue.rl.pack import images_shown
 from jaxglue.rl.prompts import Content, Prompt, PromptImage, read_images
-from jaxglue.rl.sampler import Episode, Sample
+from jaxglue.rl.sampler import Episode, Sample, decoded_images, encoded_images
 from jaxglue.vision.images import ImageSource
 from jaxglue.vision.rows import Image, PromptImages
 
@@ -225,7 +224,7 @@ class OpenEpisode:
             failures=self.failures,
             died=self.died,
             name=self.name,
-            images=[encoded_image(image) for image in self.shown],
+            images=self.shown,
             firsts=firsts[: len(ends)],
         )
         counted = [np.full(len(p.tokens), True) if p.counted is None else p.counted for p in parts]
@@ -246,21 +245,15 @@ def sample_json(sample: Sample) -> dict[str, Any]:
         for name in ("tokens", "log_probs", "counted")
         if (value := getattr(sample, name)) is not None
     }
-    episode = None if sample.episode is None else sample.episode._asdict()
+    episode = None if sample.episode is None else sample.episode.to_json()
     return {**arrays, "ended": sample.ended, "text": sample.text, "episode": episode}
 
 
-def read_sample(value: Mapping[str, Any]) -> Sample:
-    """Return an answer of `sample_json`."""
+def read_sample(value: Mapping[str, Any], rules: ImageRules | None = None) -> Sample:
+    """Return an answer of `sample_json`; rules are those of images, None where none were shown."""
     arrays = {name: _decoded(value[name]) for name in ("tokens", "log_probs", "counted") if name in value}
-    episode = None if value["episode"] is None else Episode(**value["episode"])
+    episode = None if value["episode"] is None else Episode.from_json(value["episode"], rules)
     return Sample(**arrays, ended=value["ended"], text=value["text"], episode=episode)
-
-
-def encoded_image(image: Image) -> str:
-    """Return an image's bytes in base64."""
-    assert image.read is not None
-    return base64.b64encode(image.read()).decode()
 
 
 _KEPT = ("content", "prompts", "firsts", "messages", "added", "turn_rewards", "calls", "failures")
@@ -271,7 +264,7 @@ def episode_json(episode: OpenEpisode, state: Any, *, branches: bool) -> dict[st
     """Return an episode before its next turn as JSON, with the state of its environment."""
     values = {name: getattr(episode, name) for name in _KEPT}
     values["prompts"] = [*map(list, episode.prompts if branches else episode.prompts[:1])]
-    values["images"] = [encoded_image(image) for image in episode.shown]
+    values["images"] = encoded_images(episode.shown)
     return {**values, "parts": [*map(sample_json, episode.parts)], "state": state}
 
 
@@ -281,7 +274,7 @@ def restore_episode(
     """Let an episode be as `episode_json` kept it."""
     for name in _KEPT:
         setattr(episode, name, value[name])
-    episode.images += images_shown(value["images"], rules)
+    episode.images += decoded_images(value["images"], rules)
     episode.parts = [*map(read_sample, value["parts"])]
     if not branches:
         episode.prompts[1:] = [episode.text]
@@ -439,7 +432,7 @@ class Episodes:
         environment = self.environment
         saved = environment.journal.load(episode.key) if environment.journal else None
         if saved is not None and "sample" in saved:
-            self._samples[episode.key] = sample = read_sample(saved["sample"])
+            self._samples[episode.key] = sample = read_sample(saved["sample"], environment.template.rules)
             episode.died = sample.episode.died if sample.episode else None
             source.over(episode)
             return

@@ -70,7 +70,7 @@ class RolloutSteps(Iterator[Step]):
         """Segment slots of every batch."""
         self.see: See = RowImages.with_patches
         """See `BatchIterator.see`."""
-        self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests)
+        self._folder = RolloutFolder(folder, plan.fingerprint, plan.judge.digests, plan.rules)
         self._writer: Writer | None = None
         self._window: deque[Step] = deque()
         self._following = 0
@@ -81,7 +81,7 @@ class RolloutSteps(Iterator[Step]):
     def begin(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the model that writes the answers, and load those that judge them."""
         self._writer = make_writer(self.plan, policy, tokenizer)
-        self.plan.judge.load_models(tokenizer)
+        self.plan.judge.load_models(tokenizer, self.plan.rules)
 
     def release(self) -> None:
         """Let go of the model, whose arrays would stay, until another one comes."""

@@ -1,6 +1,5 @@
 """Packed batches of answers: a row holds a prompt once and its answers after it, and many such groups."""
 
-from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
@@ -96,7 +95,7 @@ def groups_of(
         answers = list[TrainedAnswer]()
         for number, sample in enumerate(group):
             of_tokens = None if credits is None else credits[index][number]
-            shown = images_shown(() if sample.episode is None else sample.episode.images, rules)
+            shown = () if sample.episode is None else sample.episode.images
             for row in sample.rows(prompt.tokens):
                 answer = _trained(objective, sample, row, next(rows), float(advantages[index][number]), of_tokens)
                 pairs = zip(row.firsts, shown, strict=False)
@@ -106,15 +105,6 @@ def groups_of(
                     images += [image for first, image in placed if first < 0]
         groups.append(Group(shared, answers, images))
     return groups
-
-
-def images_shown(encoded: Sequence[str], rules: ImageRules | None) -> list[Image]:
-    """Return images in base64 that an environment showed."""
-    images = list[Image]()
-    for text in encoded:
-        assert rules is not None
-        images.append(rules.shown(b64decode(text)))
-    return images
 
 
 def rows_after(
@@ -127,7 +117,7 @@ def rows_after(
         return first, [()] * len(rows)
     prompts = list[list[int]]()
     for sample in samples:
-        shown = images_shown(() if sample.episode is None else sample.episode.images, rules)
+        shown = () if sample.episode is None else sample.episode.images
         prompts += [_keyed(row, shown, rules) for row in sample.rows(prompt.tokens)]
     least, most = min(prompts), max(prompts)
     # What the first and last in order have in common, all have.
@@ -335,7 +325,7 @@ def _pack(
     images = None
     if reader is not None:
         parts = [[part for group, _ in row for part in _parts(group, shared, reader.rules)] for row in rows]
-        images = reader.rows(tokens, parts, max(reader.count(row) for row in parts))
+        images = reader.rows(tokens, parts)
     batch = Batch(
         tokens=tokens,  # type: ignore[arg-type]
         targets=targets,  # type: ignore[arg-type]
@@ -357,7 +347,7 @@ def _parts(group: Group, shared: bool, rules: ImageRules) -> Iterator[DocumentPa
     """Yield the parts of a group in a row, with the images of each whole."""
     prompt, images = len(group.prompt), images_before(group.prompt, group.images, rules)
     if shared:
-        yield DocumentPart(0, 0, prompt - 1, 0, images)
+        yield DocumentPart(0, prompt - 1, images)
     for answer in group.answers:
         own = [PlacedImage(prompt + first, image) for first, image in answer.images]
-        yield DocumentPart(0, prompt - 1 if shared else 0, prompt - 1 + len(answer.tokens), 0, [*images, *own])
+        yield DocumentPart(prompt - 1 if shared else 0, prompt - 1 + len(answer.tokens), [*images, *own])

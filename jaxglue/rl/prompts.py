@@ -27,7 +27,7 @@ from jaxglue.data.tokenizer import encode_beginning, require_unicode
 from jaxglue.ops.segments import aligned
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords
-from jaxglue.vision.rows import Image, PromptImages
+from jaxglue.vision.rows import Image, PromptImages, read_prompt
 
 Content = str | list[dict[str, Any]]
 """A text to continue, or a conversation to answer."""
@@ -71,11 +71,8 @@ def read_images(
     """Return a prompt as the model reads it, with the features of its images by their `Image.cache_key`."""
     if not images:
         return tokens, None
-    read, places = np.array(tokens, np.int32), np.concatenate([places for _, places in images])
-    if processor.stand_in is not None:
-        read[places] = processor.stand_in
-    shown = PromptImages.of([image for image, _ in images], places, lambda i: features[i.cache_key], processor)
-    return read.tolist(), shown
+    places = np.concatenate([places for _, places in images])
+    return read_prompt(tokens, [image for image, _ in images], places, lambda i: features[i.cache_key], processor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from jaxglue.data.images import ImageRules
 from jaxglue.files.atomic import atomic_file
 from jaxglue.files.json_file import parse_object
 from jaxglue.files.json_lines import move_aside
@@ -88,10 +89,11 @@ class RolloutFolder:
         path: of the run.
         run: settings that answers depend on; those of others are not loaded.
         judges: digests of the functions that judge them, likewise.
+        rules: for images that environments show; None where they show none.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any], judges: dict[str, str]):
-        self._path, self._run, self._judges = path, run, judges
+    def __init__(self, path: Path, run: dict[str, Any], judges: dict[str, str], rules: ImageRules | None = None):
+        self._path, self._run, self._judges, self._rules = path, run, judges, rules
         self._is_cut = False
 
     def load(self, step: int, dataset: Sequence[Prompt], *, in_use: bool = False) -> Generation | None:
@@ -110,7 +112,7 @@ class RolloutFolder:
             meta = json.loads(values["meta"].tobytes())
             if meta["run"] != self._run or not (in_use or meta.get("judges", {}) == self._judges):
                 return None
-            return _generation(values, meta, dataset)
+            return _generation(values, meta, dataset, self._rules)
         except _DAMAGED as error:
             _log.warning("%s is damaged (%s): its answers are not used", file, error)
             return None
@@ -126,7 +128,7 @@ class RolloutFolder:
             "rows": rollouts.rows,
             "ended": [sample.ended for sample in samples],
             "texts": [sample.text for sample in samples],
-            "episodes": [sample.episode and sample.episode._asdict() for sample in samples],
+            "episodes": [sample.episode and sample.episode.to_json() for sample in samples],
             "sampled": rollouts.sampled,
             "weights": rollouts.weights,
         }
@@ -232,10 +234,13 @@ def _read_arrays(content: bytes) -> dict[str, np.ndarray]:
         return {name: arrays[name] for name in arrays.files}
 
 
-def _generation(values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[Prompt]) -> Generation:
+def _generation(
+    values: dict[str, Any], meta: dict[str, Any], dataset: Sequence[Prompt], rules: ImageRules | None
+) -> Generation:
     bounds = np.cumsum(values["lengths"])[:-1]
     parts: dict[str, Any] = {name: np.split(values[name], bounds) for name in _ARRAYS if name in values}
-    episodes = [episode and Episode(**episode) for episode in meta.get("episodes", [None] * len(meta["ended"]))]
+    kept = meta.get("episodes", [None] * len(meta["ended"]))
+    episodes = [episode and Episode.from_json(episode, rules) for episode in kept]
     samples = [
         Sample(**{name: part[index] for name, part in parts.items()}, ended=ended, text=text, episode=episode)
         for index, (ended, text, episode) in enumerate(zip(meta["ended"], meta["texts"], episodes, strict=True))

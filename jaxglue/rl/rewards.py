@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.images import ImageRules
 from jaxglue.files.regular_file import file_digest
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardScorer
@@ -36,6 +37,7 @@ from jaxglue.rl.sources import source_files
 from jaxglue.settings.spelling import nearest
 from jaxglue.text.stream import CHANNEL, added_tokens, decode
 from jaxglue.text.thinking import Thought, split_thinking, tags_of, thought_after
+from jaxglue.vision.rows import Image
 
 _CHECKS = Path(__file__).parent / "checks.py"
 _OWN = Path(__file__).parents[1] / "environments"
@@ -362,18 +364,29 @@ class Judge:
         if error := reply.get("error"):
             raise ValueError(f"{where}: {error}")
 
-    def load_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def load_models(self, tokenizer: PreTrainedTokenizerBase, rules: ImageRules | None = None) -> None:
         """Load the reward models, which read the tokens of answers.
 
+        Args:
+            tokenizer: of the model in training.
+            rules: for images of prompts and environments; None where there are none.
+
         Raises:
-            ValueError: no reward model, or one with another vocabulary than the tokenizer.
+            ValueError: no reward model, or one with another vocabulary than the tokenizer, or that makes other tokens
+                of images.
         """
         self._tokenizer = tokenizer
         for spec in self.specs:
             if (folder := spec.folder) is None:
                 continue
             is_adapter = (folder / "adapter_config.json").is_file()
-            model = RewardScorer(AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder))
+            config = AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder)
+            model = RewardScorer(config, rules and rules.processor.max_tokens)
+            if rules is not None and (model.rules is None or model.rules.processor != rules.processor):
+                raise ValueError(
+                    f"--reward model: {folder} makes other tokens of images than the model in training, or sees none: "
+                    "train one on its base, or leave out rows with images"
+                )
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(
                     f"--reward model: {folder} has another vocabulary than the model in training: train one on its base"
@@ -403,8 +416,9 @@ class Judge:
                     for group in written
                 ]
             elif spec.folder is not None:
-                documents = [_document(group.prompt, sample) for group in written for sample in group.samples]
-                found[:, :, column] = np.reshape(self._models[spec.name].score(documents), found.shape[:2])
+                answers = [(group.prompt, sample) for group in written for sample in group.samples]
+                documents, images = [_document(*each) for each in answers], [_images(*each) for each in answers]
+                found[:, :, column] = np.reshape(self._models[spec.name].score(documents, images), found.shape[:2])
         for (row, column), task in tasks.items():
             found[row, :, column] = task.result()
         return found
@@ -532,6 +546,13 @@ def _document(prompt: Prompt, sample: Sample) -> list[int]:
     """Return an answer's tokens after its prompt; of a conversation in several rows, those of the last."""
     *_, row = sample.rows(prompt.tokens)
     return [*row.prompt, *sample.tokens[row.start : row.end].tolist()]
+
+
+def _images(prompt: Prompt, sample: Sample) -> list[Image]:
+    """Return the images of `_document`."""
+    *_, row = sample.rows(prompt.tokens)
+    shown = () if sample.episode is None else sample.episode.images
+    return [*map(Image.of, prompt.records), *shown[: len(row.firsts)]]
 
 
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:

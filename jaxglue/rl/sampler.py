@@ -1,17 +1,19 @@
 """Answers of the model in training, by the weights that it has now."""
 
+import base64
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxglue.data.images import ImageRules
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.pages import CachePlan, free_bytes
@@ -19,7 +21,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.generation.turns import TurnSource, decode_turns
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import one_device_each
-from jaxglue.vision.rows import PromptImages
+from jaxglue.vision.rows import Image, PromptImages
 
 _log = logging.getLogger(__name__)
 _MANY_STEPS = 1024
@@ -55,10 +57,37 @@ class Episode(NamedTuple):
     """Why it ended before its time."""
     name: str = ""
     """Of the environment's own reward, of which those of turns are parts."""
-    images: Sequence[str] = ()
-    """Those that the environment showed, in base64."""
+    images: Sequence[Image] = ()
+    """Those that the environment showed."""
     firsts: Sequence[list[int]] = ()
     """First tokens of those of them that each row has; none for no rows."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**self._asdict(), "images": encoded_images(self.images)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], rules: ImageRules | None) -> Self:
+        """Return that of `to_json`; raise ValueError for images that cannot be read."""
+        return cls(**{**value, "images": decoded_images(value.get("images", ()), rules)})
+
+
+def encoded_images(images: Sequence[Image]) -> list[str]:
+    """Return images that environments showed in base64."""
+    encoded = list[str]()
+    for image in images:
+        assert image.read is not None
+        encoded.append(base64.b64encode(image.read()).decode())
+    return encoded
+
+
+def decoded_images(encoded: Sequence[str], rules: ImageRules | None) -> list[Image]:
+    """Return those of `encoded_images`, without patches."""
+    images = list[Image]()
+    for text in encoded:
+        assert rules is not None
+        images.append(rules.shown(base64.b64decode(text)))
+    return images
 
 
 class Row(NamedTuple):

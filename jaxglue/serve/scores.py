@@ -1,6 +1,7 @@
 """Scores of rows of data by a reward model or classifier."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import batched, chain
 from typing import Any
 
@@ -10,10 +11,12 @@ from jaxglue.data.config import parse_source
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, PAIRS, detect_format, detect_preference
+from jaxglue.data.prepare import image_folder
 from jaxglue.data.readers import read_rows
 from jaxglue.data.tokenize import find_format
 from jaxglue.generation.scoring import TextScorer
 from jaxglue.serve.config import ScoreConfig
+from jaxglue.vision.rows import Image
 
 _CHUNK = 1024
 """Rows of data that are packed together."""
@@ -32,7 +35,9 @@ def score_rows(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
         rows = read_rows(source)
         head = list(next(batched(rows, _CHUNK), ()))
         format = find_format(head, source, _detect if model.labels == 1 else detect_format)
-        encoder = Encoder(model.tokenizer, format=format, loss_on="assistant", system=config.system or "")
+        rules = None if model.rules is None else replace(model.rules, folder=image_folder(source))
+        given: dict[str, Any] = {"loss_on": "assistant", "system": config.system or "", "images": rules}
+        encoder = Encoder(model.tokenizer, format=format, **given)
         for chunk in batched(chain(head, rows), _CHUNK):
             yield from zip(chunk, _score_chunk(model, encoder, chunk, 2 if format == PAIRS else 1), strict=True)
 
@@ -50,4 +55,8 @@ def _score_chunk(model: TextScorer, encoder: Encoder, rows: Sequence[Row], answe
     if model.labels > 1 and encoder.format not in CHATS:
         end = model.tokenizer.eos_token_id
         documents = [document[:-1] if document[-1:] == end else document for document in documents]
-    return batched(model.scores(documents).ravel().tolist(), answers * model.labels)
+    images, records = list[list[Image]](), encoded.images
+    if records is not None and len(records):
+        owned = map(records.of_document, range(len(documents)))
+        images = [[Image.of(records.record(image)) for image in own] for own in owned]
+    return batched(model.scores(documents, images).ravel().tolist(), answers * model.labels)

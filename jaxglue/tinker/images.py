@@ -79,4 +79,4 @@ def _read(chunk: ImageChunk, rules: ImageRules, number: int) -> tuple[Image, Int
         raise ValueError("images of this model have tokens between those of their features, which are not served here")
     if chunk.expected not in (None, count):
         raise ValueError(f"image {number} takes {count} tokens, and expected_tokens is {chunk.expected}")
-    return image, np.full(count, rules.tokens[0] if processor.stand_in is None else processor.stand_in)
+    return image, np.full(count, rules.tokens[0])

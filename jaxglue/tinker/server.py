@@ -523,8 +523,8 @@ class TinkerServer:
             raise ValueError(f"topk_prompt_logprobs: expected at most {_MOST_LIKELY}, got {top}")
         stops = session.stops if given.get("stop") is None else _stops(session, given["stop"])
         tokens, images = with_places(_prompt(body), session.image_rules)
-        seen, count = session.see(images), _whole(body, "num_samples", 1)
-        request = Request(tokens.tolist(), config, n=count, stop=frozenset(stops), images=seen)
+        (read, seen), count = session.see(tokens, images), _whole(body, "num_samples", 1)
+        request = Request(read, config, n=count, stop=frozenset(stops), images=seen)
         session.check_request(request)
         scored = _flag(body, "prompt_logprobs", False) or top > 0
         if scored and images:

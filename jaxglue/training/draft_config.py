@@ -31,5 +31,9 @@ class DraftConfig(AssistantConfig):
     """Rows of an optimizer step."""
     learning_rate: Annotated[PositiveFloat, Alias("lr")] = 1e-4
     """Peak learning rate."""
+    save_every: Annotated[PositiveInt, Alias("save_steps")] = 100
+    """Optimizer steps between checkpoints, which stand beside the output folder until the head is written."""
+    resume: bool = False
+    """Continue the run of this output folder that was interrupted."""
     eval_fraction: Annotated[float, Range(gt=0, lt=1)] = 0.05
     """Share of the texts, the last ones, that are held out to measure how many drafts are accepted."""

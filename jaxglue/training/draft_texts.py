@@ -14,6 +14,7 @@ from jaxglue.data.formats import detect_format
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.data.readers import read_rows
 from jaxglue.data.tokenize import find_format
+from jaxglue.files.journal import Journal
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.scheduler import Request
 from jaxglue.ops.segments import segment_bucket
@@ -50,14 +51,22 @@ def given_texts(config: DraftConfig, assistant: Assistant) -> Iterator[tuple[str
         yield from zip((row.origin for row in rows), map(DraftText._make, texts), strict=True)
 
 
-def own_texts(config: DraftConfig, assistant: Assistant) -> list[DraftText]:
+def own_texts(
+    config: DraftConfig, assistant: Assistant, rows: Sequence[tuple[str, DraftText]], journal: Journal
+) -> list[DraftText]:
     """Return the model's own answers to rows, behind what stands before their last answers.
 
+    Args:
+        config: of the command.
+        assistant: the model.
+        rows: texts with their origins.
+        journal: keeps answers, by the row's number; those that it has are not written again.
+
     Raises:
-        ValueError: bad data, a row without an answer or a prompt, or with a prompt that fills `seq_len`.
+        ValueError: a row without an answer or a prompt, or with a prompt that fills `seq_len`.
     """
     requests = []
-    for index, (origin, text) in enumerate(given_texts(config, assistant)):
+    for index, (origin, text) in enumerate(rows):
         begins = np.flatnonzero(text.counted & ~np.roll(text.counted, 1))
         prompt = text.tokens[: begins[-1]] if len(begins) else text.tokens[:0]
         if not len(prompt):
@@ -69,25 +78,31 @@ def own_texts(config: DraftConfig, assistant: Assistant) -> list[DraftText]:
         limit = min(config.sampling.max_tokens, room)
         requests.append(Request(prompt.tolist(), replace(config.sampling, max_tokens=limit), index))
     weights = assistant.adapter, assistant.frozen
-    texts = dict[int, DraftText]()
-    for found in assistant.engine.generate(*weights, requests, assistant.stops, memory=assistant.memory):
-        prompt = np.asarray(requests[found.number].prompt, np.int32)
-        tokens = np.concatenate([prompt, found.tokens.astype(np.int32)])
-        texts[found.number] = DraftText(tokens, np.arange(len(tokens)) >= len(prompt))
-    return [texts[number] for number in range(len(requests))]
+    answers = {n: kept["tokens"] for n in range(len(requests)) if (kept := journal.load(str(n)))}
+    asked = [number for number in range(len(requests)) if number not in answers]
+    remaining = [requests[number] for number in asked]
+    for found in assistant.engine.generate(*weights, remaining, assistant.stops, memory=assistant.memory):
+        answers[asked[found.number]] = found.tokens.tolist()
+        journal.save(str(asked[found.number]), {"tokens": found.tokens.tolist()})
+    texts = list[DraftText]()
+    for number, request in enumerate(requests):
+        tokens = np.array([*request.prompt, *answers[number]], np.int32)
+        texts.append(DraftText(tokens, np.arange(len(tokens)) >= len(request.prompt)))
+    return texts
 
 
-def draft_texts(config: DraftConfig, assistant: Assistant) -> tuple[list[DraftText], list[DraftText]]:
-    """Return the texts that a head learns on, and those that are held out; errors as of `own_texts`.
+def draft_texts(
+    config: DraftConfig, assistant: Assistant, rows: Sequence[tuple[str, DraftText]], journal: Journal
+) -> tuple[list[DraftText], list[DraftText]]:
+    """Return the texts that a head learns on, and those that are held out; arguments and errors as of `own_texts`.
 
     Raises:
         ValueError: fewer than two texts in which a token is drafted.
     """
     if config.answers == "own":
-        texts = own_texts(config, assistant)
+        texts = own_texts(config, assistant, rows, journal)
     else:
-        texts = [text for _, text in given_texts(config, assistant)]
-        texts = [DraftText(text.tokens[: config.seq_len], text.counted[: config.seq_len]) for text in texts]
+        texts = [DraftText(text.tokens[: config.seq_len], text.counted[: config.seq_len]) for _, text in rows]
     texts = [text for text in texts if text.counted[_FEWEST - 1 :].any()]
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} of the texts have a token to draft: two are needed, one of them held out")

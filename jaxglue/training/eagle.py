@@ -1,7 +1,7 @@
 """Training of a draft head of EAGLE-3's kind for a model that does not change: `jaxglue draft`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import batched, chain
+from itertools import batched, chain, islice
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.compiler import jit_step, products_of
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.files.atomic import require_empty
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.drafts import words_of
 from jaxglue.hf.checkpoint import read_config
@@ -27,11 +26,14 @@ from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.ops.cross_entropy import cap_logits, linear_divergences
 from jaxglue.ops.projection import project
+from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.draft import drafted_batch
 from jaxglue.training.draft_config import DraftConfig
+from jaxglue.training.draft_run import DraftRun, is_written, remove_run
 from jaxglue.training.draft_steps import draft_states
-from jaxglue.training.draft_texts import draft_texts, pack_texts, packed_rows
+from jaxglue.training.draft_texts import draft_texts, given_texts, pack_texts, packed_rows
 from jaxglue.training.optimizer import OptimizerConfig, make_optimizer
+from jaxglue.training.result import abstract_state
 
 _DECAY = 0.8
 """Weight of each further draft's loss, in that of the one before, as of EAGLE-3's authors."""
@@ -56,17 +58,20 @@ class DraftResult(NamedTuple):
         return 1 + float(np.cumprod(self.greedy).sum())
 
 
-def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult:
-    """Train a head on a model's answers, and write its folder.
+def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult | None:
+    """Train a head on a model's answers, and write its folder; None for a run that goes on whose head was written.
 
     Args:
         config: of the command.
         say: receives lines about the progress.
 
     Raises:
-        ValueError: a model that no head is for here, bad folders or data.
+        ValueError: a model that no head is for here, bad folders or data, or another run than the one that goes on.
+        OSError: a checkpoint could not be written.
     """
-    require_empty(config.output)
+    if is_written(config):
+        remove_run(config.output)
+        return None
     folder = config.folder
     raw = read_config(folder)
     model = config_from_hf(raw)
@@ -76,22 +81,31 @@ def train_head(config: DraftConfig, say: Callable[[str], None]) -> DraftResult:
             f"--seq-len {config.seq_len:,} is above the model's limit of {model.max_position_embeddings:,}: lower it"
         )
     assistant = Assistant(config)
-    texts, held_out = draft_texts(config, assistant)
-    counted = np.concatenate([text.tokens[text.counted] for text in texts])
-    words = frequent_tokens(np.bincount(counted, minlength=model.vocab_size)) or list(range(model.vocab_size))
-    say(f"{len(texts):,} texts with {len(counted):,} tokens of answers; drafts among {len(words):,} tokens")
-    seeds = ([config.sampling.seed, epoch] for epoch in range(config.epochs))
-    plans = [pack_texts(texts, config.seq_len, np.random.default_rng(seed)) for seed in seeds]
-    count = sum(-(-plan.rows // config.batch_size) for plan in plans)
-    training, losses = EagleTraining(assistant, shape, words, config, count), list[float]()
-    for step in chain.from_iterable(batched(packed_rows(texts, plan), config.batch_size) for plan in plans):
-        losses.append(training.step(step)[0])
-        if len(losses) % _LOG == 0 or len(losses) == count:
-            say(f"step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
-    rows = packed_rows(held_out, pack_texts(held_out, config.seq_len))
-    result = training.acceptance(rows)._replace(losses=losses)
+    rows = list(given_texts(config, assistant))
+    with DraftRun(config, [text for _, text in rows]) as run:
+        texts, held_out = draft_texts(config, assistant, rows, run.answers)
+        counted = np.concatenate([text.tokens[text.counted] for text in texts])
+        words = frequent_tokens(np.bincount(counted, minlength=model.vocab_size)) or list(range(model.vocab_size))
+        say(f"{len(texts):,} texts with {len(counted):,} tokens of answers; drafts among {len(words):,} tokens")
+        seeds = ([config.sampling.seed, epoch] for epoch in range(config.epochs))
+        plans = [pack_texts(texts, config.seq_len, np.random.default_rng(seed)) for seed in seeds]
+        count = sum(-(-plan.rows // config.batch_size) for plan in plans)
+        training = EagleTraining(assistant, shape, words, config, count)
+        losses = training.resume(run.checkpoints)
+        if losses:
+            say(f"resumed from step {len(losses)}")
+        steps = chain.from_iterable(batched(packed_rows(texts, plan), config.batch_size) for plan in plans)
+        for step in islice(steps, len(losses), None):
+            losses.append(training.step(step)[0])
+            if len(losses) % config.save_every == 0 or len(losses) == count:
+                run.checkpoints.save(len(losses), training.saved, {"losses": losses})
+            if len(losses) % _LOG == 0 or len(losses) == count:
+                say(f"step {len(losses)} of {count}: draft_loss {losses[-1]:.4f}")
+        held_rows = packed_rows(held_out, pack_texts(held_out, config.seq_len))
+        result = training.acceptance(held_rows)._replace(losses=losses)
     named = str(folder if config.model is None else config.model)
     write_eagle(config.output, folder, shape, *training.weights(), words, drafts=config.drafts, name=named)
+    remove_run(config.output)
     return result
 
 
@@ -132,6 +146,20 @@ class EagleTraining:
         self._done += 1
         count = max(float(count), 1.0)
         return float(first) / count, float(total) / count
+
+    @property
+    def saved(self) -> dict[str, Params]:
+        """Return what a checkpoint holds."""
+        return {"parameters": self._parameters, "optimizer": self._state}
+
+    def resume(self, checkpoints: Checkpoints) -> list[float]:
+        """Continue from the last checkpoint; return the losses of the steps before it, none without one."""
+        restored = checkpoints.restore_latest(abstract_state(self.saved))
+        if restored is None:
+            return []
+        self._parameters, self._state = restored.state["parameters"], restored.state["optimizer"]
+        self._done = restored.step
+        return restored.host["losses"]
 
     def acceptance(self, batches: Iterable[Batch]) -> DraftResult:
         """Return the shares of drafts that a server would accept in rows of texts."""

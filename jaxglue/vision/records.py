@@ -114,10 +114,10 @@ class ImageRecords:
         """Return the patches of an image."""
         return Grid(*self.grids[image].tolist())
 
-    def read(self, image: int) -> bytes:
-        """Return an image's bytes; raise ValueError as `ImageRecord.read`."""
-        digest, stamp = self.digests[image].tobytes(), tuple(self.stamps[image])
-        return ImageRecord(self.grid(image), digest, self.source(image), stamp).read()
+    def record(self, image: int) -> ImageRecord:
+        """Return an image."""
+        bytes_, time = self.stamps[image].tolist()
+        return ImageRecord(self.grid(image), self.digests[image].tobytes(), self.source(image), (bytes_, time))
 
     def changed(self) -> str | None:
         """Return an image whose file was changed or removed since it was recorded; None without one."""

@@ -3,13 +3,13 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Int, Int32, UInt8
 
 from jaxglue.ops.row_split import split_tokens
 from jaxglue.ops.segments import BatchKind, PackedSegments, RowSplit, pack_segments, segment_bucket
@@ -82,9 +82,9 @@ class Image:
     key: bytes
     """Stands for its bytes."""
     grid: Grid
-    patches: UInt8[np.ndarray, "P C"] | None = None
+    patches: UInt8[np.ndarray, "P C"] | None = field(default=None, compare=False)
     """A pair of a video's frames has both side by side; None where its features are known."""
-    read: Callable[[], bytes] | None = None
+    read: Callable[[], bytes] | None = field(default=None, compare=False)
     """Returns its bytes; None where it has its patches."""
     stays: bool = True
     """It is seen in later steps again; False for one that an environment made."""
@@ -224,6 +224,20 @@ class PromptImages:
         inside = self.places < len(keyed)
         keyed[self.places[inside]] = self.keys[inside]
         return keyed
+
+
+def read_prompt(
+    tokens: Sequence[int] | Int[np.ndarray, " T"],
+    images: Sequence[Image],
+    places: Int32[np.ndarray, " I"],
+    features_of: Callable[[Image], Float[np.ndarray, "i D"]],
+    processor: Processor,
+) -> tuple[list[int], PromptImages]:
+    """Return a prompt as the model reads it, and its images as of `PromptImages.of`."""
+    read = np.array(tokens)
+    if processor.stand_in is not None:
+        read[places] = processor.stand_in
+    return read.tolist(), PromptImages.of(images, places, features_of, processor)
 
 
 def feature_keys(images: Sequence[Image], processor: Processor) -> Int32[np.ndarray, " I"]:

@@ -65,22 +65,17 @@ def test_pieces_are_joined_once_all_have_arrived(tmp_path):
     assert sorted(path.name for path in (there / "site/vllm").rglob("*.*")) == ["engine.py", "pynvml.py"]
 
 
-def test_batches_by_length_hold_every_pair_once():
+def test_batches_by_length_take_as_long_as_all_pairs():
     import dpo
 
     rng = np.random.default_rng(0)
     rows = [
-        {"prompt_ids": [1] * int(rng.integers(1, 90)), "chosen_ids": [2] * 3, "rejected_ids": [row] * 5}
-        for row in range(101)
+        {"prompt_ids": [1] * int(size), "chosen_ids": [2], "rejected_ids": [3]} for size in rng.integers(1, 90, 403)
     ]
-    found = dpo.by_length(rows, 4, rng)
-    assert sorted(row["rejected_ids"][0] for row in found) == [*range(101)]
-
-    def padding(rows: list[dict]) -> int:
-        lengths = [len(row["prompt_ids"]) for row in rows[:96]]
-        return sum(4 * max(lengths[at : at + 4]) - sum(lengths[at : at + 4]) for at in range(0, 96, 4))
-
-    assert padding(found) < padding(rows) / 3
+    found = [len(row["prompt_ids"]) for row in dpo.by_length(rows, 4, warm_up=2, steps=5)]
+    assert found[:4] == found[4:8] == sorted((len(row["prompt_ids"]) for row in rows), reverse=True)[:4]
+    assert len(found) == 28 and max(np.ptp(np.reshape(found, (-1, 4)), axis=1)) < 4
+    assert np.mean(found[8:]) == pytest.approx(np.mean([len(row["prompt_ids"]) for row in rows]), rel=0.03)
 
 
 def test_checkpointing_of_transformers_stays_on_the_gpu():

@@ -125,12 +125,90 @@ def test_engines_share_the_seconds_of_the_budget(tmp_path, monkeypatch, capsys):
     import sft_step
 
     clock, limits = iter([0.0, 4.0, 9.0, 10.0]), []  # begun, then before each engine
+
+    class Engine:
+        def __getattr__(self, name):
+            return lambda *given: {"error": "x"} if name == "result" else limits.extend(given * (name == "allow"))
+
     monkeypatch.setattr(sft_step.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(sft_step, "run", lambda *given: limits.append(given[-1]) or {"error": "x"})
+    monkeypatch.setattr(sft_step, "start", lambda *given: Engine())
     flags = ["--rows", "tiny", "--engines", "ours", "unsloth", "peft", "--scratch", str(tmp_path), "--steps", "1"]
     monkeypatch.setattr(sys, "argv", ["sft_step.py", *flags, "--limit", "5", "--budget", "10"])
     sft_step.main()
     assert limits == [5.0, 1.0] and "tiny, peft: not begun within 10 s" in capsys.readouterr().out
+
+
+def test_engines_take_turns_and_import_before(tmp_path, monkeypatch):
+    import sft_step
+
+    said = []
+
+    class Engine:
+        def __init__(self, name):
+            self._name = name
+
+        def allow(self, seconds):
+            said.append(f"allow {self._name}")
+
+        def until(self, key):
+            said.append(f"{self._name} {key}")
+
+        def go_on(self):
+            said.append(f"go {self._name}")
+
+        def result(self):
+            return {"peak_gib": 3.25}
+
+        def kill(self):
+            said.append(f"kill {self._name}")
+
+    def start(engine, name, row, *_):
+        said.append(f"start {engine} {row.memory_limit}")
+        return Engine(engine)
+
+    monkeypatch.setattr(sft_step, "start", start)
+    flags = ["--rows", "tiny", "--engines", "ours", "peft", "liger", "--scratch", str(tmp_path), "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["sft_step.py", *flags])
+    sft_step.main()
+    ours, peft, liger = "ours warm", "peft imported_s", "liger imported_s"
+    first = ["start ours None", "allow ours", "ours seconds", "start peft None", "start liger None"]
+    assert said[:9] == [*first, ours, peft, liger, "go ours"]
+    assert said[9:15] == ["allow peft", peft, ours, peft, liger, "go peft"]
+    assert said[-3:] == ["kill ours", "kill peft", "kill liger"]
+
+    said.clear()
+    monkeypatch.setitem(sft_step.ROWS, "tiny", sft_step.Row(shape="tiny", tokens=1024, peer_memory=True))
+    monkeypatch.setattr(sys, "argv", ["sft_step.py", "--rows", "tiny", "--scratch", str(tmp_path), "--steps", "1"])
+    sft_step.main()
+    assert said[0] == "start unsloth None" and "start ours 3.25" in said[said.index("go unsloth") :]
+
+
+def test_an_engine_waits_until_it_may_go_on():
+    import sft_step
+
+    script = "print('{\"warm\": true}', flush=True); input(); print('{\"ms\": 5.0}')"
+    engine = sft_step.Engine([sys.executable, "-c", script], {}, 20)
+    engine.until("warm")
+    engine.go_on()
+    result = engine.result()
+    engine.kill()
+    assert result.pop("process_s") < 20 and result == {"ms": 5.0}
+
+
+def test_host_memory_leaves_out_what_other_processes_hold(tmp_path, monkeypatch):
+    from peers import host
+
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {40 << 20} kB\nFlags:\n")
+    held = {1: (0, 1), 7: (1, 2), 8: (7, 4), 9: (8, 0.5), 20: (1, 8)}  # process: (parent, GiB)
+    for process, (parent, gib) in held.items():
+        (tmp_path / str(process)).mkdir()
+        fields = f"Name:\tpython\nPPid:\t{parent}\nRssAnon:\t{int(gib * 2**20)} kB\n"
+        (tmp_path / str(process) / "status").write_text(fields)
+    (tmp_path / "3").mkdir()  # ended
+    files = SimpleNamespace(f_blocks=2**20, f_bfree=2**19, f_frsize=2**12)
+    monkeypatch.setattr(host.os, "statvfs", lambda path: files)
+    monkeypatch.setattr(host.os, "getpid", lambda: 7)
+    assert host._measure(tmp_path) == (6.5, 24 - 9 - 2)
 
 
 def test_only_models_that_were_made_are_deleted(prepared, tmp_path):
@@ -162,11 +240,12 @@ def test_what_was_measured_survives_what_fails_afterwards(capfd, rest, error):
     import sft_step
 
     script = f"print('noise'); print('{{\"ms\": 5.0}}', flush=True); {rest}"
-    result = sft_step.execute([sys.executable, "-c", script], {}, limit=2)
+    result = sft_step.Engine([sys.executable, "-c", script], {}, 2).result()
     assert result["ms"] == 5.0 and error in result["error"]
     row = {"row": "r", "engine": "ours", "tokens": 100, "flops": 1.0, **result}
     assert sft_step.summary([row])[0]["tokens/s"] == "20,000"
-    assert sft_step.execute([sys.executable, "-c", "raise ValueError('early')"], {}, limit=9)["error"].endswith("early")
+    early = sft_step.Engine([sys.executable, "-c", "raise ValueError('early')"], {}, 9).result()
+    assert early["error"].endswith("early")
 
 
 def test_workers_of_an_engine_that_ended_do_not_hold_a_measurement(capfd):
@@ -174,7 +253,7 @@ def test_workers_of_an_engine_that_ended_do_not_hold_a_measurement(capfd):
 
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     script = f"import os, subprocess, sys; {child}; print('{{\"warm_up_s\": [3.0]}}', flush=True); os._exit(0)"
-    result = sft_step.execute([sys.executable, "-c", script], {}, limit=50)
+    result = sft_step.Engine([sys.executable, "-c", script], {}, 50).result()
     assert result.pop("process_s") < 40 and result == {"warm_up_s": [3.0]}
     assert "warm_up_s" in capfd.readouterr().out
 

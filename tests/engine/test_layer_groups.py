@@ -8,7 +8,11 @@ from selection import repeat
 
 from jaxglue import LayerStack
 from jaxglue.engine import layer_groups
+from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.policy import parse_policy
 from jaxglue.models.context import PackedContext
+from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.segments import pack_segments
 
 LAYERS = 5
 """Two groups of two and one layer; fewer where groups are larger or slow to compile."""
@@ -130,3 +134,28 @@ def test_equal_groups_share_programs(split_parts, random_batch):
 def test_layers_that_need_programs_of_their_own_are_refused(split_parts, policy):
     with pytest.raises(ValueError, match=r"--layers-per-program 2 is for GPUs that keep everything.*: use 1"):
         split_parts("lora", num_hidden_layers=LAYERS).executor(policy, layers_per_program=2)
+
+
+@pytest.mark.parametrize("inputs", [3, 2])
+def test_layers_of_a_group_have_inputs_of_their_own(inputs):
+    """All of them, as embeddings of Gemma 4's layers, or the first alone, as features of images in Qwen3-VL."""
+
+    def layer(trainable, frozen, x, context):
+        x = x * trainable["weight"]
+        return x if context.layer_input is None else x + context.layer_input
+
+    segments = pack_segments([[3]], seq_len=3)
+    base = PackedContext(segments=segments, rope=RopeTables((), ()))
+    contexts = base.each([jnp.full((1, 3, 2), 10.0**i) for i in range(inputs)], [segments] * 3)
+    functions = [LayerFunctions(layer, parse_policy("none"))] * 3
+    groups = layer_groups.LayerGroups(functions, None, 2)
+    trainable, frozen, x = [{"weight": jnp.float32(2 + i)} for i in range(3)], [{}] * 3, jnp.ones((1, 3, 2))
+    expected = x
+    for weights, context in zip(trainable, contexts, strict=True):
+        expected = layer(weights, {}, expected, context)
+    y, saved, _ = groups.forward(trainable, frozen, x, contexts, None, constant=False)
+    chex.assert_trees_all_equal(y, expected)
+    found: dict = {}
+    dx = groups.backward(saved, trainable, frozen, contexts, [jnp.ones_like(y)], [None] * 3, found.__setitem__)
+    chex.assert_trees_all_equal(dx, jnp.full_like(x, 2.0 * 3 * 4))
+    assert float(found[1]["weight"]) == 4 * 6 * 3 and float(found[2]["weight"]) == 6 * (3 * 3 + 10)

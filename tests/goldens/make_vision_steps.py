@@ -26,10 +26,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent / "vision_steps"
-FROZEN = {"qwen3_vl": "visual"}
-"""Parts without adapters."""
 RATES = {"qwen3_5": 3e-4}
 """Of those whose steps rounding decides at `RATE`."""
+
+
+def own_name(path: str) -> str:
+    """Return the name here of one of PEFT's parameters."""
+    return our_name(without_peft(path)).replace("embed_vision.projection", "embed_vision.embedding_projection")
 
 
 def steps_of(name: str, dtype: torch.dtype, rate: float) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -37,14 +40,9 @@ def steps_of(name: str, dtype: torch.dtype, rate: float) -> tuple[np.ndarray, di
     torch.manual_seed(0)
     config, model = build(name)
     linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    without = "lm_head", *([FROZEN[name]] if name in FROZEN else [])
-    targets = [path for path in linears if not any(part in path for part in without)]
+    targets = [path for path in linears if "lm_head" not in path]
     adapted = get_peft_model(model, LoraConfig(**LORA, target_modules=targets)).eval().to(dtype)
-    trained = {
-        our_name(without_peft(path)): parameter
-        for path, parameter in adapted.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = {own_name(path): parameter for path, parameter in adapted.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for path, parameter in trained.items():
             parameter.copy_(torch.from_numpy(drawn(path, tuple(parameter.shape))) * ("lora_A" in path))
@@ -82,5 +80,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ("qwen3_vl", "qwen3_5", "gemma3", "mistral3"):
+    for name in sys.argv[1:] or ("qwen3_vl", "qwen3_5", "gemma3", "gemma4_unified", "mistral3"):
         make(name)

@@ -211,6 +211,6 @@ def test_other_text_models_are_refused(raw, message):
         config_from_hf(raw)
 
 
-def test_reward_models_of_wrappers_are_refused():
-    with pytest.raises(ValueError, match="reward models of gemma3 are not supported: use a folder of gemma3_text"):
-        _ = config_from_hf(GEMMA).scored()
+def test_reward_models_of_wrappers_that_see_nothing_are_refused():
+    with pytest.raises(ValueError, match="reward models of lfm2_vl are not supported: use a folder of lfm2, its text"):
+        _ = config_from_hf(LFM).scored()

@@ -64,7 +64,7 @@ class Judge:
     def __init__(self, equal, reward, calls):
         self._equal, self._reward, self._calls = equal, reward, calls
 
-    def load_models(self, tokenizer):
+    def load_models(self, tokenizer, rules):
         pass
 
     def score(self, written):

@@ -19,6 +19,7 @@ from jaxglue.rl.hosts import FunctionHost, GivenConnection, ObjectHost, read_rep
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.pack import groups_of, pack_groups
 from jaxglue.rl.prompts import Prompt
+from jaxglue.rl.record import Generation, RolloutFolder
 from jaxglue.settings.recipe import SHIPPED
 from jaxglue.vision.images import digest_of, read_image
 from tests.rl.forced import converse, make_environment
@@ -85,6 +86,8 @@ def test_images_stand_in_rows_where_the_template_put_them(seeing, hold, branches
         found = [rules.places(np.array(tokens), first, 8) for first in row.firsts]
         np.testing.assert_array_equal(np.concatenate([[], *found]), places_of(seeing, tokens))
         assert not answer.counted[[first + i for first, _ in answer.images for i in range(8)]].any()
+        seen = sample.episode.images[: len(row.firsts)]  # those that were read when the episode went on
+        assert all(image is own for (_, image), own in zip(answer.images, seen, strict=True))
     assert [len(row.firsts) for row in sample.rows(prompt.tokens)] == ([0, 2, 3] if branches else [3])
     images = [turn.images for turn in hold.turns]
     assert images[0] is None and [len(each.images) for each in images[1:]] == [2, 3]
@@ -153,6 +156,17 @@ def test_what_is_no_image_ends_the_episode(hold, image, error):
     reply = {"role": "user", "content": [{"type": "image", "image": image}]}
     with pytest.raises(ValueError, match=f"rows:1.* failed: .*{error}"):
         hold(lambda messages, last: reply)
+
+
+def test_images_of_kept_answers_are_those_that_were_shown(seeing, hold, tmp_path):
+    replies = iter([shown("red"), shown("green", "blue"), None])
+    prompt, (sample,) = hold(lambda messages, last: next(replies))
+    values = {"rows": [0], "numbers": [0], "following": 1, "rewards": np.zeros((1, 1, 1)), "sampled": 1}
+    folder = RolloutFolder(tmp_path, {}, {}, seeing[1])
+    folder.save(0, Generation(prompts=[prompt], samples=[[sample]], **values))
+    kept = folder.load(0, [prompt]).samples[0][0].episode
+    np.testing.assert_equal(kept._asdict(), sample.episode._asdict())
+    assert [image.read() for image in kept.images] == [image.read() for image in sample.episode.images]
 
 
 def test_images_need_the_setting_that_loads_a_tower(hold):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from jaxglue.models.eagle import EagleHead
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.serve.answers import generate
 from jaxglue.serve.config import GenerateConfig
+from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.draft import drafted_batch
 from jaxglue.training.draft_config import DraftConfig
 from jaxglue.training.draft_steps import draft_states
@@ -62,14 +64,14 @@ def test_drafts_in_a_row_are_those_of_the_definition(block, drawn_model, tmp_pat
         np.testing.assert_allclose(np.asarray(logits)[followed], expected, rtol=0, atol=1e-4)
 
 
-def test_loss_and_acceptance_are_those_of_the_models_distributions(tiny_model):
+def test_loss_and_acceptance_are_those_of_the_models_distributions(tiny_model, tmp_path):
     model, words = tiny_model("qwen3", vocab_size=24), [*range(0, 24, 2)]
     graphdefs, adapter, frozen = split_model(model, nnx.LoRAParam)
     assistant = SimpleNamespace(
         graphdefs=graphdefs, adapter=adapter, frozen=frozen, config=model.config, dtype=jnp.float32
     )
-    config = DraftConfig(model=Path(), data=(), output=Path(), drafts=2)
-    training = EagleTraining(assistant, shape := new_shape({}, model.config), words, config, steps=1)
+    config = DraftConfig(model=Path(), data=(), output=Path(), drafts=2, learning_rate=1e-2)
+    training = EagleTraining(assistant, shape := new_shape({}, model.config), words, config, steps=3)
     batch = packed_batch(np.random.default_rng(0).integers(0, 24, 24), [(3, 12, 9)])
     shown = [drafted_batch(batch), drafted_batch(drafted_batch(batch))]
     named, matrix = training.weights()
@@ -103,6 +105,12 @@ def test_loss_and_acceptance_are_those_of_the_models_distributions(tiny_model):
     np.testing.assert_allclose([*zip(result.sampled, result.greedy, strict=True)], accepted, rtol=1e-4)
     expected = losses[0] / counts[0], (losses[0] + 0.8 * losses[1]) / counts[0]
     np.testing.assert_allclose(training.step([batch, batch]), expected, rtol=1e-4)
+    with Checkpoints(tmp_path / "checkpoints", fingerprint={}) as checkpoints:
+        assert training.resume(checkpoints) == []
+        checkpoints.save(1, training.saved, {"losses": [0.5]})
+        after = [training.step([batch]), training.step([batch])]
+        assert training.resume(checkpoints) == [0.5]
+        assert [training.step([batch]), training.step([batch])] == after  # moments and learning rate, too
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +161,42 @@ def test_rows_that_no_head_learns_from_are_refused(folder, tmp_path):
         train_head(DraftConfig(**asked, seq_len=64), print)
     with pytest.raises(ValueError, match="above the model's limit"):
         train_head(DraftConfig(**asked, seq_len=2**20), print)
+
+
+@repeats_parts_of("test_a_head_learns_the_models_own_answers_and_drafts_them")
+def test_an_interrupted_run_ends_like_a_whole_one(folder, tmp_path, monkeypatch):
+    rows = [{"prompt": f"What is {a} and {b}?", "completion": "Who knows?"} for a in range(3) for b in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shared = {"model": folder, "data": (str(tmp_path / "rows.jsonl"),), "sampling": SamplingConfig(max_tokens=12)}
+    shared |= {"seq_len": 64, "batch_size": 1, "drafts": 1, "epochs": 3, "save_every": 2}
+    whole = train_head(DraftConfig(**shared, output=tmp_path / "whole"), print)
+    config, kept = DraftConfig(**shared, output=tmp_path / "head"), tmp_path / "head.training"
+    step = EagleTraining.step
+
+    def stopping(self, batches):
+        if self._done == 3:
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    monkeypatch.setattr(EagleTraining, "step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        train_head(config, print)
+    monkeypatch.setattr(EagleTraining, "step", step)
+    answers = (kept / "answers.jsonl").read_bytes()
+    (kept / "answers.jsonl").write_bytes(answers[:-20])  # as a crash leaves it
+    with pytest.raises(ValueError, match=r"head\.training holds a run that was interrupted: .* --resume"):
+        train_head(config, print)
+    with pytest.raises(ValueError, match=r"(?s)cannot resume.*learning_rate: saved 0.0001, now 0.01"):
+        train_head(replace(config, resume=True, learning_rate=1e-2), print)
+    said = []
+    assert train_head(replace(config, resume=True), said.append) == whole
+    assert "resumed from step 2" in said and not kept.exists()
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "head")]
+    assert files[0] == files[1]
+    with pytest.raises(ValueError, match="is not empty"):
+        train_head(replace(config, resume=True), print)
+    kept.mkdir()
+    assert train_head(replace(config, resume=True), print) is None and not kept.exists()
 
 
 @repeats_parts_of("test_a_head_learns_the_models_own_answers_and_drafts_them")

@@ -12,8 +12,9 @@ from selection import thorough
 from tiny_runs import make_seeing
 
 from jaxglue.hf.merge import export_adapter
-from jaxglue.serve.config import EvaluateConfig
+from jaxglue.serve.config import EvaluateConfig, ScoreConfig
 from jaxglue.serve.measured import measure_rows
+from jaxglue.serve.scores import score_rows
 from jaxglue.settings.recipe import from_settings
 from jaxglue.training import features, step
 from jaxglue.training.config import TrainConfig
@@ -192,7 +193,8 @@ def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
 
 
 @thorough("training/test_vision_steps.py")
-def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path):
+@pytest.mark.parametrize("objective", ["decide", "decide_head"])
+def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path, objective):
     rows = []
     for number, line in enumerate((folder / "rows.jsonl").read_text().splitlines()[:6]):
         questions = {
@@ -211,7 +213,7 @@ def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path):
     for name, lines in (("rows", rows), ("apart", apart), ("blind", blind)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     common = {
-        "objective": "decide",
+        "objective": objective,
         "seq_len": 512,
         "epochs": 1,
         "batch_size": 1,
@@ -245,7 +247,7 @@ def test_plans_know_of_images_whose_tower_runs_in_each_step(folder, tmp_path):
 
 
 @thorough("data/test_read_images.py")
-@pytest.mark.parametrize("objective", ["embed", "rerank"])
+@pytest.mark.parametrize("objective", ["embed", "rerank", "rerank_score"])
 def test_texts_with_images_are_compared_and_measured(folder, tmp_path, objective):
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     pictures = [row for row in rows if len(row.get("images", ())) == 1]
@@ -258,3 +260,43 @@ def test_texts_with_images_are_compared_and_measured(folder, tmp_path, objective
     _, in_steps = run(folder, tmp_path / "steps", **settings, epochs=1, learning_rate=3e-2, image_features="off")
     np.testing.assert_allclose(losses, in_steps, rtol=1e-4)
     assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def answered(row, answer):
+    """Return a row's image with a question, and another answer to it."""
+    asked = next(message for message in row["messages"] if message["role"] == "user")
+    return {"messages": [asked, {"role": "assistant", "content": answer}], "images": row["images"]}
+
+
+@thorough("generation/test_scoring.py")
+@pytest.mark.parametrize("objective", ["classify", "reward"])
+def test_scores_of_pictures_are_those_of_training_from_adapter_and_merge(folder, tmp_path, objective):
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pictures = [row for row in rows if len(row.get("images", ())) == 1][:4]
+    lines = [answered(row, "A shape.") | {"label": number % 2} for number, row in enumerate(pictures)]
+    if objective == "reward":
+        lines = [
+            {"prompt": line["messages"][:1], "images": line["images"]}
+            | {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", "Red."), ("rejected", "No."))}
+            for line in lines
+        ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"objective": objective, "data": [str(path)], "eval_data": [str(path)], "seq_len": 256, "epochs": 8}
+    settings |= {"num_labels": 2} if objective == "classify" else {}
+    run(folder, tmp_path / "start", method="full", steps=1, epochs=1)
+    model = {"model": str(tmp_path / "start" / "model"), "random_weights": False}
+    _, losses = run(folder, tmp_path / "run", **settings, **model)
+    assert losses[-1] < losses[0] - 0.1
+    adapter, merged = tmp_path / "run" / "adapter", tmp_path / "merged"
+    export_adapter(adapter, Path(model["model"]), merged)
+    configs = [ScoreConfig(adapter=adapter, data=(str(path),)), ScoreConfig(model=merged, data=(str(path),))]
+    found, of_merge = ([scores for _, scores in score_rows(config)] for config in configs)
+    np.testing.assert_allclose(found, of_merge, atol=1e-4)
+    last = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    if objective == "classify":
+        exp = np.exp(found)
+        losses = -np.log(exp[np.arange(4), [line["label"] for line in lines]] / exp.sum(1))
+    else:
+        losses = [np.log1p(np.exp(rejected - chosen)) for chosen, rejected in found]
+    assert np.mean(losses) == pytest.approx(last["eval_loss"], rel=1e-3)

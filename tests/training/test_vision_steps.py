@@ -23,13 +23,12 @@ from tests.training.test_family_steps import drawn_adapters
 
 GOLDENS = Path(__file__).parents[1] / "goldens/vision_steps"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
-FROZEN = ("qwen3_vl",)
 
 
 @pytest.mark.parametrize("name", repeats(NAMES, *(set(NAMES) - {"gemma3"})))
 def test_adapters_move_in_ten_steps_as_pefts(name):
     golden, (raw, first) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)
-    model = drawn_model(raw, trains="none" if name in FROZEN else "all")
+    model = drawn_model(raw, trains="all")
     add_lora(model, LoraConfig(rank=2, alpha=8, targets=("all-linear",)), rngs=nnx.Rngs(0))
     graphdefs, trainable, frozen, before = drawn_adapters(model, golden)
     policies = parse_policies("dots", len(graphdefs.layers))

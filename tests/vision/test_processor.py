@@ -164,12 +164,14 @@ def test_records_tell_a_changed_file(tmp_path, processor):
     ]
     records = ImageRecords.joined([ImageRecords.of(documents), ImageRecords.of(documents[1:])], [3, 2])
     assert records.owners.tolist() == [1, 2, 3, 4] and records.changed() is None
-    assert records.read(0) == records.read(2) == path.read_bytes() and records.read(3) == stored(picture(9, 9))
+    assert records.record(0).read() == records.record(2).read() == path.read_bytes() and records.record(
+        3
+    ).read() == stored(picture(9, 9))
     assert list(records.of_document(2)) == [1] and list(records.of_document(0)) == []
     path.write_bytes(stored(picture(41, 30)))
     assert records.changed() == str(path)
     with pytest.raises(ValueError, match="changed while it was in use"):
-        records.read(0)
+        records.record(0).read()
 
 
 @pytest.mark.parametrize(("size", "budget"), [((300, 500), 280), ((8, 8), 70), ((1999, 40), 280), ((1500, 1200), 1120)])

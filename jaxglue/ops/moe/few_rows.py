@@ -1,5 +1,7 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
+import json
+import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -7,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
+from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int, UInt8
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.moe import few_rows_kernels
+from jaxglue.ops.moe import few_rows_kernels, few_rows_ring
 from jaxglue.ops.moe.kernels import combine_kernel
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation, ExpertAdapter
 from jaxglue.ops.moe.routing import GroupMetadata, Order, Routing, RowTiles, few_rows_tile
 from jaxglue.ops.moe.tiles import row_block
+from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
@@ -40,8 +45,32 @@ class ExpertsTiles:
     """Columns of MXFP4 that are decoded before they are multiplied: 64, or a multiple of 128."""
     late: bool = False
     """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
+    half: bool = False
+    """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
     shrink_k: int | None = None
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
+    parted: bool = True
+    """Up to 48 rows of 64 are multiplied as 32 and 16; else as 64."""
+    ring: "RingTiles | None" = None
+    """Of MXFP4 through a ring, without adapters; None reads it as other formats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingTiles:
+    """Tiles of `few_rows_ring`."""
+
+    groups: int = 3
+    """Warpgroups of a program that multiply, 64 rows of a matrix each."""
+    stages: int
+    """Places of the ring."""
+    programs: int
+    """Programs of a multiprocessor."""
+    skip: str = ""
+    """Of a probe: what is left out."""
+    sync: int = 0
+    parted: bool = True
+    ahead: int = 0
+    """Steps ahead in which registers ask for codes; 0 where codes pass through the ring."""
 
 
 _TILES = {
@@ -59,11 +88,12 @@ _MXFP4_TILES = {
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
     tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
-    return (
-        tiles
-        if "experts' low ranks by several programs" in backend.UNTRIED
-        else replace(tiles, late=True, shrink_k=512)
-    )
+    if kind == "mxfp4" and os.environ.get("JAXGLUE_RINGS"):  # PROBE
+        chosen = json.loads(os.environ["JAXGLUE_RINGS"])[str(min(rows, 64))]
+        return replace(tiles, ring=RingTiles(**chosen) if chosen else None)
+    if "experts' low ranks by several programs" not in backend.UNTRIED:
+        tiles = replace(tiles, shrink_k=512)
+    return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -137,11 +167,11 @@ def _columns(count: int, order: str) -> int:
     return -(-count // 128) * 128 if order == "codes" else count
 
 
-def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
+def _fewer(rows: int, parted: bool) -> tuple[tuple[int, int], ...]:
     """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
     if rows <= 16:
         return ()
-    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
+    return ((rows // 2, 0), (rows // 2, rows // 4)) if rows > 32 and parted else ((rows // 2, 0),)
 
 
 def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
@@ -157,6 +187,17 @@ def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
     elif order == "pairs":
         x = x.reshape(len(x), -1, 4, 4, 2).swapaxes(2, 3).reshape(x.shape)
     return x
+
+
+def divided(x: Float[Array, "M K"]) -> tuple[Float[Array, "M K"], Float[Array, " M"]]:
+    """Return rows divided by powers of two so that float16 holds them, and the powers.
+
+    Of 16 bits only values below 2⁻²⁸ of their row's largest lose any.
+    """
+    largest = jnp.abs(x).max(axis=1).astype(jnp.float32)
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    powers = jnp.maximum(jax.lax.bitcast_convert_type(exponents, jnp.float32), 2.0**-100) * 2.0**-14
+    return (x.astype(jnp.float32) / powers[:, None]).astype(jnp.float16), powers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,12 +300,18 @@ class TritonFewRowsExperts(Launcher):
 
         Columns of x are in the order of the matrices, those of the result in `order`.
         """
-        S, (K, N), out_columns = routing.permutation.size, sizes, _columns(sizes[1], order)
+        S, (K, N), out_columns, dtype = routing.permutation.size, sizes, _columns(sizes[1], order), x.dtype
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
+        if tiles.ring is not None and activation in (None, "gpt_oss") and not exact:
+            rows = x if tokens is None else x[tokens]
+            return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
+        is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
+            powers,
             tokens,
             matrices.values,
             matrices.scales,
@@ -284,12 +331,12 @@ class TritonFewRowsExperts(Launcher):
         shrink_steps = triton.cdiv(min(K, tiles.shrink_k) if tiles.shrink_k and not exact else K, block_k)
         shrinks = triton.cdiv(triton.cdiv(K, block_k), shrink_steps)
         # Results come last, those of adapters first; arguments without use are None.
-        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), x.dtype)]
+        results: list[tuple[tuple[int, ...], Any]] = [((S, out_columns), dtype)]
         if adapter is None:
             arrays += None, None
         else:
             ranks = adapter.constants["block_r"]
-            results.insert(0, ((S, ranks), x.dtype))
+            results.insert(0, ((S, ranks), dtype))
             if shrinks > 1:
                 results.insert(0, ((shrinks, S, ranks), jnp.float32))
             else:
@@ -312,7 +359,7 @@ class TritonFewRowsExperts(Launcher):
             alpha=GPT_OSS_ALPHA,
             limit=GPT_OSS_LIMIT,
             block_m=row_tiles.rows,
-            fewer=_fewer(row_tiles.rows),
+            fewer=_fewer(row_tiles.rows, tiles.parted),
             block_n=block_n,
             block_k=block_k,
             exact=exact,
@@ -334,3 +381,100 @@ class TritonFewRowsExperts(Launcher):
             kernel, arrays, out_types, grid, {"spec": spec}, *compiled, cost=cost, registers=registers
         )
         return out
+
+    def _ring(
+        self,
+        x,
+        routing: Routing,
+        matrices: _StoredMatrices,
+        bias,
+        adapter: _Adapter | None,
+        tiles: RingTiles,
+        sizes: tuple[int, int],
+        activation: Activation | None,
+    ) -> Float[Array, "S C"]:
+        """Multiply rows by their experts' matrices through a ring of tiles; see `_multiply`."""
+        (S, columns), (K, N), row_tiles = x.shape, sizes, routing.groups.gathered_tiles
+        gated, E = activation is not None, routing.group_sizes.shape[0]
+        rows, block_m = 2 * N if gated else N, row_tiles.rows
+        threads = (tiles.groups + 1) * 128
+        registers = min(255, 65536 // (tiles.programs * threads) // 8 * 8)
+        spec = few_rows_ring.RingSpec(
+            E=E,
+            K=K,
+            rows=rows,
+            out_columns=_columns(N, "codes" if gated else ""),
+            tiles=row_tiles.table.shape[1],
+            gated=gated,
+            alpha=GPT_OSS_ALPHA,
+            limit=GPT_OSS_LIMIT,
+            block_m=block_m,
+            groups=tiles.groups,
+            stages=tiles.stages,
+            skip=tiles.skip,
+            ahead=tiles.ahead,
+            sync=tiles.sync,
+            parted=tiles.parted,
+            programs=tiles.programs * MULTIPROCESSORS,
+            registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
+            **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
+        )
+        plain = matrices.values.reshape(E * rows, K // 2)
+        codes = TensorDescriptor.from_array(plain, (64, 64), NVMMASharedLayout(64, 8, rank=2))
+        low_ranks, up = [None] * 3, None
+        if adapter is not None:
+            low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
+        assert matrices.scales is not None
+        scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
+        arrays = codes, plain, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
+        stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
+        moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)
+        out_type, grid = jax.ShapeDtypeStruct((S, spec.out_columns), x.dtype), (spec.programs,)
+        kernel, constants = few_rows_ring.ring_kernel, {"spec": spec}
+        return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
+
+    def _low_ranks(self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int) -> Float[Array, "S 64"]:
+        """Multiply rows by their experts' first matrices of an adapter; columns beyond the ranks have no values."""
+        (S, columns), R, tiles, block_k = x.shape, adapter.A.shape[1], row_tiles.table.shape[1], 128
+        steps = 256 // block_k
+        shrinks = triton.cdiv(triton.cdiv(K, block_k), steps)
+        spec = few_rows_kernels.ExpertsSpec(
+            E=E,
+            K=K,
+            N=0,
+            x_columns=columns,
+            out_columns=0,
+            tiles=tiles,
+            transposed=True,
+            stored="mxfp4",
+            factor=1.0,
+            order="codes",
+            plain=self.plain,
+            gated=False,
+            gpt_oss=False,
+            gelu=False,
+            alpha=0.0,
+            limit=0.0,
+            block_m=row_tiles.rows,
+            fewer=(),
+            block_n=64,
+            block_k=block_k,
+            R=R,
+            block_r=adapter.constants["block_r"],
+            low_columns=64,
+            **({"shrinks": shrinks, "shrink_steps": steps, "S": S} if shrinks > 1 else {}),
+        )
+        arrays: tuple[Any, ...] = x, row_tiles.table, adapter.A, jnp.zeros((2, tiles), jnp.int32), adapter.used
+        results = [((shrinks, S, spec.block_r), jnp.float32), ((S, 64), x.dtype)]
+        if shrinks == 1:
+            arrays, results = (*arrays, None), results[1:]
+        moved = round(adapter.A.size * adapter.A.dtype.itemsize * min(1.0, S / E)) + S * columns * x.dtype.itemsize
+        cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * R * K, bytes=moved)
+        out_types, kernel = tuple(jax.ShapeDtypeStruct(*result) for result in results), few_rows_kernels.shrink_kernel
+        return self._launch(kernel, arrays, out_types, (tiles, shrinks), {"spec": spec}, 4, 3, cost=cost)[-1]
+
+
+def _by_rows(x: Float[Array, "S C"]) -> list[TensorDescriptor]:
+    """Describe x by tiles of 16, 32 and 64 rows, and 64 columns."""
+    return [TensorDescriptor.from_array(x, (rows, 64), NVMMASharedLayout(128, 16, rank=2)) for rows in (16, 32, 64)]

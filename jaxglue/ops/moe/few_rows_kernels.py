@@ -67,6 +67,8 @@ class ExpertsSpec:
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     block_r: int = 16
+    low_columns: int = 0
+    """Columns of the low ranks' array, where it has more than `block_r`."""
     shrinks: int = 1
     """Programs that share the sum of a tile's low ranks, of `shrink_steps` steps each."""
     shrink_steps: int = 0
@@ -204,14 +206,19 @@ def _mxfp4_tile(words, factors, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLAIN
 @triton.jit
 def _byte_tile(matrices, rows, scales, step, dtype: tl.constexpr, FACTOR: tl.constexpr, K: tl.constexpr,
                ROWS: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return BLOCK_K columns of rows of matrices of one byte a value, rounded as training's, in the order "pairs"."""
+    """Return BLOCK_K columns of rows of matrices of one byte a value, in the order "pairs": rounded as training's, or
+    without scales as they are stored."""
     columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
     at = matrices + rows[:, None] * K + columns[None, :]
     if K % BLOCK_K != 0:
         values = tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
         values = tl.load(at, eviction_policy="evict_first")
-    return (_in_pairs(values, ROWS, BLOCK_K).to(tl.float32) * (scales * FACTOR)[:, None]).to(dtype)
+    values = _in_pairs(values, ROWS, BLOCK_K)
+    if scales is None:
+        return values.to(dtype)
+    else:
+        return (values.to(tl.float32) * (scales * FACTOR)[:, None]).to(dtype)
 
 
 @triton.jit
@@ -248,6 +255,16 @@ def _rows(x, tokens, first, end, X_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr)
     if tokens is not None:
         source = tl.load(tokens + row, mask=ours, other=0)
     return ours, x + source.to(tl.int64)[:, None] * X_COLUMNS
+
+
+@triton.jit
+def _powers(powers, tokens, first, end, BLOCK_M: tl.constexpr):
+    """Load the powers of two by which BLOCK_M rows of x are smaller than they were."""
+    row = first + tl.arange(0, BLOCK_M)
+    source = row
+    if tokens is not None:
+        source = tl.load(tokens + row, mask=row < end, other=0)
+    return tl.load(powers + source, mask=row < end, other=0.0)
 
 
 @triton.jit
@@ -306,6 +323,8 @@ def _shrink(
             mask = ours[:, None] & (ranks < spec.R)[None, :]
             uses = tl.load(used + row[:, None] * spec.R + ranks[None, :], mask=mask, other=0)
             acc = tl.where(uses != 0, acc, 0.0)
+        if spec.low_columns > 0:
+            at = row.to(tl.int64)[:, None] * spec.low_columns + ranks[None, :]
         tl.store(low_ranks + at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
         tl.debug_barrier()  # one thread signals that all have stored
         tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
@@ -371,8 +390,8 @@ def _store(acc, biases, row_weights, out, first, end, column, BLOCK_M: tl.conste
 
 @triton.jit
 def _multiply(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, up, unread, low_ranks, out, group, first, end, n,
-    column, BLOCK_M: tl.constexpr, MORE: tl.constexpr, spec: tl.constexpr,
+    x, powers, tokens, matrices, scales, nf4, lookup, bias, row_weights, up, unread, low_ranks, out, group, first, end,
+    n, column, BLOCK_M: tl.constexpr, MORE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows, and MORE after them, by rows n of the group's matrix; see `experts_kernel`."""
     ROWS: tl.constexpr = 2 * spec.block_n if spec.gated else spec.block_n
@@ -433,9 +452,8 @@ def _multiply(
                 code, block_scale = _part(codes, part, PARTS), _part(block_scales, part, PARTS)
                 w = nf4_values(code, block_scale, lookup, values.dtype, ROWS, COLUMNS)
             elif spec.stored == "bytes":
-                w = _byte_tile(
-                    matrices, matrix + n, row_scales, step, values.dtype, spec.factor, spec.K, ROWS, spec.block_k
-                )
+                each = None if powers is not None else row_scales
+                w = _byte_tile(matrices, matrix + n, each, step, values.dtype, spec.factor, spec.K, ROWS, spec.block_k)
             elif spec.transposed:
                 at = matrices + (matrix + n)[:, None] * spec.K + columns[None, :]
                 if spec.K % spec.block_k != 0:
@@ -459,6 +477,10 @@ def _multiply(
             block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
             scale, factor = nf4_scales(scales, nf4[0], matrix + n, step + 2, spec.K, spec.block_k)
 
+    if powers is not None:
+        acc *= (row_scales * spec.factor)[:, None] * _powers(powers, tokens, first, end, BLOCK_M)[None, :]
+        if MORE:
+            more *= (row_scales * spec.factor)[:, None] * _powers(powers, tokens, first + BLOCK_M, end, MORE)[None, :]
     if spec.R > 0:
         if spec.late:
             b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
@@ -482,7 +504,7 @@ def _multiply(
 
 @triton.jit
 def experts_kernel(
-    x, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
+    x, powers, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
     spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
@@ -490,7 +512,8 @@ def experts_kernel(
     x [S, x_columns], or with `tokens` [S] x [M, x_columns], of which these are the rows; matrices [E, N, K], or
     [E, K, N] where they are not transposed, with 2N columns where they are gated. Scales are [E, N, K / 64] for NF4,
     with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
-    is the product, or with `row_weights` the activation times these.
+    is the product, or with `row_weights` the activation times these. With `powers` [S or M], x are rows divided by
+    these in float16, which holds values of one byte exactly, so that scales multiply sums.
 
     An adapter is first matrices [E, R, K], second ones [E, N or 2N, R], and for each tile counts of programs that have
     yet to read its low ranks and of those that summed parts of them, zeros before and after the launch; see
@@ -530,16 +553,33 @@ def experts_kernel(
     for i in tl.static_range(FORMS):
         if end - first <= spec.fewer[i][0] + spec.fewer[i][1]:
             _multiply(
-                x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
+                x=x, powers=powers, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
                 row_weights=row_weights, up=up, unread=unread, low_ranks=low_ranks, out=out, group=group, first=first,
                 end=end, n=n, column=column, BLOCK_M=spec.fewer[i][0], MORE=spec.fewer[i][1], spec=spec,
             )  # fmt: skip
             return
     _multiply(
-        x=x, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
+        x=x, powers=powers, tokens=tokens, matrices=matrices, scales=scales, nf4=nf4, lookup=lookup, bias=bias,
         row_weights=row_weights, up=up, unread=unread, low_ranks=low_ranks, out=out, group=group, first=first, end=end,
         n=n, column=column, BLOCK_M=spec.block_m, MORE=0, spec=spec,
     )  # fmt: skip
+
+
+@triton.jit
+def shrink_kernel(x, table, down, counts, used, parts, low_ranks, spec: tl.constexpr):
+    """Multiply rows by their experts' first matrices of an adapter, for another launch; grid (tiles, shrinks).
+
+    x [S, x_columns]; counts [2, tiles] are zeros before and after the launch; see `experts_kernel`, of N = 0.
+    """
+    table += tl.program_id(0)
+    group, start = tl.load(table), tl.load(table + spec.tiles)
+    end, before = tl.load(table + 2 * spec.tiles), tl.load(table + 3 * spec.tiles)
+    if group < spec.E:
+        _shrink(
+            x=x, tokens=None, down=down, used=used, parts=parts, low_ranks=low_ranks,
+            unread=counts + tl.program_id(0), group=group, first=start + (tl.program_id(0) - before) * spec.block_m,
+            end=end, number=tl.program_id(1), spec=spec,
+        )  # fmt: skip
 
 
 @triton.jit

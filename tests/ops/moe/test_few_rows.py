@@ -102,6 +102,18 @@ def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
+    (x, *arrays), options = case(40, 2, 1, 64, 32, stored=stored)  # tiles of 48 rows
+    arrays = x.at[3].multiply(1e9).at[4].multiply(1e-9).at[5].set(0), *arrays  # beyond float16
+    want = apply(arrays, options, backend="reference")
+    with FEW_ROWS_EXPERTS.using(replace(kernels, tiles=replace(kernels.tiles, half=True))):
+        got = apply(arrays, options, inference=True)
+    largest = jnp.abs(want).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(got / (largest + 1e-30), want / (largest + 1e-30), rtol=0, atol=1e-3)  # of 2⁻¹²
+    assert not got[5].any() and bool(jnp.isfinite(got).all())
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "ranks"),
     [
@@ -280,6 +292,27 @@ def test_other_tiles_match_the_reference_on_a_gpu(M, stored):
             for _ in range(3):  # counts are zeros again after a launch
                 got = moe_mlp(x, routing, *matrices, **options, lora=lora, inference=True)
                 assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 16, 24])
+@pytest.mark.parametrize("M", [60, 120, 200, 250])  # tiles of 32 and 64 rows, with 15 to 63 of an expert
+@pytest.mark.parametrize(("programs", "sync"), [(1, 0), (2, 0), (1, 32), (2, 16)])
+def test_rings_match_the_reference_on_a_gpu(M, rank, programs, sync):
+    from jaxglue.ops.moe.few_rows import RingTiles, TritonFewRowsExperts, fitting_tiles
+
+    E, k, D, F = 16, 4, 512, 320
+    (x, routing, *matrices), options = case(M, E, k, D, F, stored="mxfp4", bias=True, activation="gpt_oss")
+    x, lora = x.astype(jnp.bfloat16), adapters(E, D, F, (rank, rank)) if rank else None
+    with jax.default_matmul_precision("highest"):
+        want = moe_mlp(x.astype(jnp.float32), routing, *matrices, **options, lora=lora, backend="reference")
+    tiles = fitting_tiles("mxfp4", routing.groups.tiles.rows)
+    ring = RingTiles(groups=4 - programs, stages=2 + programs, programs=programs, sync=sync, parted=not sync)
+    tiles = replace(tiles, ring=ring)
+    with FEW_ROWS_EXPERTS.using(TritonFewRowsExperts.of((9, 0), tiles=tiles)):
+        for _ in range(3):  # counts are zeros again after a launch
+            got = moe_mlp(x, routing, *matrices, **options, lora=lora, inference=True)
+            assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
 def test_training_takes_other_kernels():
