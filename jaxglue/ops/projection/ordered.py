@@ -166,6 +166,7 @@ def contract(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype) ->
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     if compute_capability() is not None:
         return jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype)
+    x = jax.lax.optimization_barrier(x)  # or XLA would leave out the rounding before
     product = jax.lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract_last)
     return product.astype(dtype)
 
