@@ -46,6 +46,7 @@ HYBRID = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "bloc
     [
         ({"dtype": "float32"}, {}, "activations are in float32"),
         ({"quantize": "nf4"}, {}, "weights of 16 or 32 bits"),
+        ({"matmul": "fp8"}, {}, "fp8"),
         ({"temperature": 0.7}, {}, "kernels of the loss are for 1"),
         ({"dropout": 0.1}, {}, "sampling drops no inputs"),
         ({"drafts": "2"}, {}, "drafts are verified several at a time"),
