@@ -109,7 +109,7 @@ def tiny_config():
     return TINY
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model():
     """Build a small random model: tiny_model(model_type, **config changes)."""
 
