@@ -75,7 +75,7 @@ class RingTiles:
 
 _TILES = {
     "plain": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5),
+    "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5, half=True),
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
 _MXFP4_TILES = {
@@ -93,7 +93,7 @@ def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
         return replace(tiles, ring=RingTiles(**chosen) if chosen else None)
     if "experts' low ranks by several programs" not in backend.UNTRIED:
         tiles = replace(tiles, shrink_k=512)
-    return replace(tiles, half=kind == "bytes" and "experts of bytes in float16" not in backend.UNTRIED)
+    return tiles
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -308,6 +308,8 @@ class TritonFewRowsExperts(Launcher):
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        if is_half and not self.tiles and row_tiles.rows == 64:  # decoded by few instructions, from few registers
+            tiles = replace(tiles, block_n=128, num_stages=4)
         x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
