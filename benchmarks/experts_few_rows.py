@@ -56,33 +56,14 @@ LAYERS = {
     "tiny": Layer(4, 2, 128, 64, "swiglu", ("none", "mxfp4", "fp8", "nf4", "int8")),
 }
 IN_USE = "in use"
-FORMER: dict[str, Any] = {"late": False, "shrink_k": None, "half": False}
+FORMER: dict[str, Any] = {"shrink_k": None, "half": False, "ring": None}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
-        "whole": FORMER | {"parted": False},
-        "ring 3/4/2": {"ring": RingTiles(stages=4, programs=2)},
-        "ring 3/4/2 sync": {"ring": RingTiles(stages=4, programs=2, sync=16, parted=False)},
-        "ring 3/6/1": {"ring": RingTiles(stages=6, programs=1)},
-        "ring 3/6/1 whole": {"ring": RingTiles(stages=6, programs=1, parted=False)},
-        "ring 3/6/1 sync": {"ring": RingTiles(stages=6, programs=1, sync=32, parted=False)},
-        "ring 2/4/2 whole": {"ring": RingTiles(groups=2, stages=4, programs=2, parted=False)},
-        "ring 2/4/2 sync": {"ring": RingTiles(groups=2, stages=4, programs=2, sync=32, parted=False)},
-        "ring 3/6/2 ahead 2": {"ring": RingTiles(stages=6, programs=2, ahead=2, parted=False)},
-        "ring 3/6/2 ahead 2 sync": {"ring": RingTiles(stages=6, programs=2, ahead=2, sync=16, parted=False)},
-        "ring 2/6/2 ahead 3": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, parted=False)},
-        "ring 2/6/2 ahead 3 sync": {"ring": RingTiles(groups=2, stages=6, programs=2, ahead=3, sync=32, parted=False)},
-        "ring 3/6/1 ahead 3 sync": {"ring": RingTiles(stages=6, programs=1, ahead=3, sync=32, parted=False)},
-        "ring 3/4/2 without decode": {"ring": RingTiles(stages=4, programs=2, skip="decode")},
-        "ring 3/4/2 without scales": {"ring": RingTiles(stages=4, programs=2, skip="scales")},
-        "ring 3/4/2 without all": {"ring": RingTiles(stages=4, programs=2, skip="all")},
-        "ring 3/4/2 sync without decode": {"ring": RingTiles(stages=4, programs=2, sync=16, skip="decode")},
-        "parts of 128": {"part": 128},
-        "64/256/4/3, parts of 128": WIDE | {"part": 128},
-        "64/256/4/4, parts of 128": WIDE | {"part": 128, "num_stages": 4},
-        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4},
-        "128/256/4/3, parts of 128": WIDE | {"part": 128, "block_n": 128},
-        "128/256/8/3, parts of 128": WIDE | {"part": 128, "block_n": 128, "num_warps": 8},
+        "ring 3/4/2": {"ring": RingTiles(groups=3, stages=4, programs=2)},
+        "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
+        "ring 3/6/1": {"ring": RingTiles(groups=3, stages=6, programs=1)},
+        "128/128/4/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "ring": None},
     },
     "nf4": {"64/256/4/3": WIDE, "64/128/4/5": WIDE | {"block_k": 128, "num_stages": 5}},
     "int8": {"64/256/4/3": WIDE},
@@ -93,11 +74,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "128/128/8/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "num_warps": 8},
     },
 }
-"""Changes of the tiles in use (columns, step, warps, stages) by format, without adapters."""
+"""Changes of the tiles in use by format: columns, step, warps, stages; of rings warpgroups, places, programs."""
 ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
-    "late": {"late": True},
+    "without a ring": {"ring": None},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""
@@ -236,7 +217,7 @@ def cases_of(layer: Layer, form: str, tokens: int, rank: int, *, variants: bool)
     plain = Case(layer, form, tokens, 0)
     others = ("former", *(VARIANTS.get(form, ()) if variants else ())) if tiled else ()
     cases = [plain, *(plain._replace(tiles=tiles) for tiles in others)]
-    rings = [tiles for tiles in others if tiles.startswith("ring") and "without" not in tiles]
+    rings = [tiles for tiles in others if tiles.startswith("ring")]
     adapted = (IN_USE, *ADAPTED, *rings) if tiled else (IN_USE,)
     return cases + [plain._replace(rank=rank, tiles=tiles) for tiles in adapted if rank]
 

@@ -154,6 +154,7 @@ PRIVATE_OF_OTHERS = {
         "_reinterpret": TRITON,
     },
     "jaxglue/ops/attention/hopper/tiles.py": {"_aggregate": AGGREGATE},
+    "jaxglue/ops/moe/few_rows_ring.py": {"_reinterpret": TRITON},
     "jaxglue/ops/tile_ring.py": {"_aggregate": AGGREGATE},
     "jaxglue/training/checkpoint.py": {
         "orbax.checkpoint._src.path.atomicity": "orbax has no public way to write a checkpoint under another name"

@@ -204,7 +204,7 @@ DECODE_MATMUL = Fitted(0.8, "of a layer's matmuls' FLOP/s", "H100, H200", "rl_st
 _few = partial(Fitted, unit="of the bytes/s that kernels read", gpu="H200")
 EXPERTS_READ = {
     "none": _few(0.92, method="Qwen3-30B-A3B, benchmarks/results/generation_a3b_h200.json"),
-    "mxfp4": _few(0.45, method="gpt-oss-20b, 64 tokens, benchmarks/results/experts_few_rows.json"),
+    "mxfp4": _few(0.5, method="gpt-oss-20b, 64 tokens, benchmarks/results/experts_few_rows_probes_h200.json"),
     "fp8": _few(0.62, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
     "nf4": _few(0.26, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),
     "int8": _few(0.54, method="Qwen3.5-35B-A3B, benchmarks/results/experts_few_rows.json"),

@@ -32,7 +32,7 @@ def cost_of(raw, quantize):
         ("rl_step_h200", "H200", "qwen3-8b", "none", 0.15),
         ("rl_fp8_h200", "H200", "qwen3-8b", "fp8", 0.15),
         ("rl_fp8", "H100", "qwen3-8b", "fp8", 0.15),
-        ("rl_oss_h200", "H200", "gpt-oss-20b", "none", 0.1),
+        ("rl_oss_rings_h200", "H200", "gpt-oss-20b", "none", 0.1),
         ("rl_a3b_fp8_h200", "H200", "qwen3-30b-a3b", "fp8", 0.1),
     ],
 )

@@ -1,8 +1,6 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
-import json
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +11,6 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int, UInt8
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels, few_rows_ring
@@ -32,6 +29,18 @@ from jaxglue.ops.quant.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
+class RingTiles:
+    """Tiles of `few_rows_ring`."""
+
+    groups: int
+    """Warpgroups of a program that multiply, 64 rows of a matrix each: two or three."""
+    stages: int
+    """Places of the ring."""
+    programs: int
+    """Programs of a multiprocessor."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsTiles:
     """Columns of a matrix in a program, the length of a step of the sum, and how it is compiled."""
 
@@ -41,36 +50,12 @@ class ExpertsTiles:
     num_stages: int
     registers: int | None = None
     """Most registers of a thread."""
-    part: int = 64
-    """Columns of MXFP4 that are decoded before they are multiplied: 64, or a multiple of 128."""
-    late: bool = False
-    """Wait later for what is read beside a matrix: scales of MXFP4 and NF4, and an adapter's second matrix."""
     half: bool = False
     """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
-    shrink_k: int | None = None
+    shrink_k: int | None = 512
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
-    parted: bool = True
-    """Up to 48 rows of 64 are multiplied as 32 and 16; else as 64."""
-    ring: "RingTiles | None" = None
-    """Of MXFP4 through a ring, without adapters; None reads it as other formats."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingTiles:
-    """Tiles of `few_rows_ring`."""
-
-    groups: int = 3
-    """Warpgroups of a program that multiply, 64 rows of a matrix each."""
-    stages: int
-    """Places of the ring."""
-    programs: int
-    """Programs of a multiprocessor."""
-    skip: str = ""
-    """Of a probe: what is left out."""
-    sync: int = 0
-    parted: bool = True
-    ahead: int = 0
-    """Steps ahead in which registers ask for codes; 0 where codes pass through the ring."""
+    ring: RingTiles | None = None
+    """Of GPT-OSS's experts in MXFP4; None reads them as other formats."""
 
 
 _TILES = {
@@ -78,22 +63,20 @@ _TILES = {
     "bytes": ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=5, half=True),
     "nf4": ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=4),
 }
+_RING = RingTiles(groups=2, stages=4, programs=2)
 _MXFP4_TILES = {
-    16: ExpertsTiles(block_n=64, block_k=256, num_warps=4, num_stages=3),
-    32: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168),  # three programs at a time
+    16: ExpertsTiles(
+        block_n=64, block_k=256, num_warps=4, num_stages=3, ring=RingTiles(groups=3, stages=4, programs=2)
+    ),
+    32: ExpertsTiles(block_n=64, block_k=128, num_warps=4, num_stages=4, ring=_RING),
+    # Three programs at a time without a ring.
+    64: ExpertsTiles(block_n=128, block_k=128, num_warps=4, num_stages=3, registers=168, ring=_RING),
 }
 
 
 def fitting_tiles(kind: str, rows: int) -> ExpertsTiles:
     """Return tiles for matrices stored as `kind` and tiles of so many rows."""
-    tiles = _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
-    if kind == "mxfp4" and os.environ.get("JAXGLUE_RINGS"):  # PROBE
-        chosen = json.loads(os.environ["JAXGLUE_RINGS"])[str(min(rows, 64))]
-        return replace(tiles, ring=RingTiles(**chosen) if chosen else None)
-    if "experts' low ranks by several programs" not in backend.UNTRIED:
-        tiles = replace(tiles, shrink_k=512)
-    return tiles
+    return _MXFP4_TILES[min(rows, 64)] if kind == "mxfp4" else _TILES[kind]
 
 
 ORDERS = {"plain": "", "mxfp4": "codes", "bytes": "pairs", "nf4": "pairs"}
@@ -167,11 +150,11 @@ def _columns(count: int, order: str) -> int:
     return -(-count // 128) * 128 if order == "codes" else count
 
 
-def _fewer(rows: int, parted: bool) -> tuple[tuple[int, int], ...]:
+def _fewer(rows: int) -> tuple[tuple[int, int], ...]:
     """Return the numbers of rows, as sums of two, by which a kernel multiplies tiles of fewer, the fewest first."""
     if rows <= 16:
         return ()
-    return ((rows // 2, 0), (rows // 2, rows // 4)) if rows > 32 and parted else ((rows // 2, 0),)
+    return ((rows // 2, 0),) if rows == 32 else ((rows // 2, 0), (rows // 2, rows // 4))
 
 
 def ordered(x: Float[Array, "M K"], order: str) -> Float[Array, "M C"]:
@@ -303,7 +286,7 @@ class TritonFewRowsExperts(Launcher):
         S, (K, N), out_columns, dtype = routing.permutation.size, sizes, _columns(sizes[1], order), x.dtype
         row_tiles, gated = routing.groups.gathered_tiles, activation not in (None, "relu2")
         tiles = self.tiles or fitting_tiles(matrices.kind, row_tiles.rows)
-        if tiles.ring is not None and activation in (None, "gpt_oss") and not exact:
+        if tiles.ring is not None and activation in (None, "gpt_oss") and not exact and not self.plain:
             rows = x if tokens is None else x[tokens]
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
@@ -361,12 +344,10 @@ class TritonFewRowsExperts(Launcher):
             alpha=GPT_OSS_ALPHA,
             limit=GPT_OSS_LIMIT,
             block_m=row_tiles.rows,
-            fewer=_fewer(row_tiles.rows, tiles.parted),
+            fewer=_fewer(row_tiles.rows),
             block_n=block_n,
             block_k=block_k,
             exact=exact,
-            part=tiles.part,
-            late=tiles.late,
             **({} if adapter is None else adapter.constants),
             **({} if adapter is None or shrinks == 1 else {"shrinks": shrinks, "shrink_steps": shrink_steps, "S": S}),
         )
@@ -413,22 +394,18 @@ class TritonFewRowsExperts(Launcher):
             block_m=block_m,
             groups=tiles.groups,
             stages=tiles.stages,
-            skip=tiles.skip,
-            ahead=tiles.ahead,
-            sync=tiles.sync,
-            parted=tiles.parted,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
         )
-        plain = matrices.values.reshape(E * rows, K // 2)
-        codes = TensorDescriptor.from_array(plain, (64, 64), NVMMASharedLayout(64, 8, rank=2))
+        codes = matrices.values.reshape(E * rows, K // 2)
+        codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
         low_ranks, up = [None] * 3, None
         if adapter is not None:
             low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
         assert matrices.scales is not None
         scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
-        arrays = codes, plain, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
+        arrays = codes, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
         stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
         moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)

@@ -59,11 +59,6 @@ class ExpertsSpec:
     second may be zero, the fewest first."""
     block_n: int
     block_k: int
-    part: int = 64
-    """Columns of MXFP4 that are decoded before they are multiplied."""
-    late: bool = False
-    """Scales are asked for two steps ahead, behind a step's products, and rows of an adapter's second matrix before
-    all products, so that no barrier or fence before these waits for either."""
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     block_r: int = 16
@@ -189,18 +184,16 @@ def _words_of_part(words, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def _mxfp4_tile(words, factors, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
-    """Return the columns of two or four words of each of four blocks, or more, in the order "codes".
+def _mxfp4_tile(words, factors, ROWS: tl.constexpr, PLAIN: tl.constexpr):
+    """Return the 64 columns of two words of each of four blocks, in the order "codes".
 
     A thread's operands of 64 columns are neighboring pairs 0, 4, 8, … of 32: in that order one block's, in one factor.
     """
-    WORDS: tl.constexpr = 2 if COLUMNS == 64 else 4
-    BLOCKS: tl.constexpr = COLUMNS // 8 // WORDS
-    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, BLOCKS, WORDS)), (ROWS, BLOCKS * WORDS))
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, 4, 2)), (ROWS, 8))
     a, b, c, d, e, f, g, h = _decode(words, factors, PLAIN)
     values = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
-    values = tl.reshape(values, (ROWS, BLOCKS // 4, 4, WORDS, 2, 4))  # blocks, words, halves, pairs
-    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (ROWS, COLUMNS))
+    values = tl.reshape(values, (ROWS, 4, 2, 2, 4))  # blocks, words, halves, pairs
+    return tl.reshape(tl.permute(values, (0, 2, 4, 1, 3)), (ROWS, 64))
 
 
 @triton.jit
@@ -339,15 +332,6 @@ def _load_up(up, rows, dtype: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def _ask(at, PLAIN: tl.constexpr):
-    """Ask the L2 cache to read the lines of some addresses."""
-    if not PLAIN:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _expand(acc, b, low_ranks, first, end, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
     """Add the products of rows b [ROWS, R] of an adapter's second matrix: the sum goes on, and is rounded once."""
     row = first + tl.arange(0, BLOCK_M)
@@ -404,50 +388,37 @@ def _multiply(
         more = tl.full((ROWS, MORE), 0.0, tl.float32)
     if spec.stored == "mxfp4":
         exponents = _exponents(scales, matrix + n, 0, spec.K, spec.block_k)
-        if spec.late:
-            factors = _factors(exponents, spec.plain)
-            exponents = _exponents(scales, matrix + n, 1, spec.K, spec.block_k)
     elif spec.stored == "nf4":
         offset = tl.load(nf4[1])
         scale, factor = nf4_scales(scales, nf4[0], matrix + n, 0, spec.K, spec.block_k)
-        if spec.late:
-            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-            scale, factor = nf4_scales(scales, nf4[0], matrix + n, 1, spec.K, spec.block_k)
     elif spec.stored == "bytes":
         row_scales = tl.load(scales + matrix + n)
-    if spec.R > 0 and spec.late:
-        _ask(up + (matrix + n) * spec.R, spec.plain)
-    elif spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
+    if spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
         b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
     # Values of a part of a step are decoded into registers, of which fewer leave room for more programs. Where a step
     # reads 64 bytes of a row, longer steps read more of it at once: 256 columns a whole line of 128.
-    WIDTH: tl.constexpr = spec.part if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
+    WIDTH: tl.constexpr = 64 if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
     PARTS: tl.constexpr = spec.block_k // WIDTH if spec.block_k > WIDTH else 1
     COLUMNS: tl.constexpr = spec.block_k // PARTS
     for step in range(0, tl.cdiv(spec.K, spec.block_k)):
         if spec.stored == "mxfp4":
             words = _mxfp4_words(matrices, matrix + n, step, spec.K, spec.block_k)
-            if not spec.late:  # single bytes are not loaded ahead by the compiler
-                factors = _factors(exponents, spec.plain)
-                exponents = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
+            factors = _factors(exponents, spec.plain)  # single bytes are not loaded ahead by the compiler
+            exponents = _exponents(scales, matrix + n, step + 1, spec.K, spec.block_k)
         elif spec.stored == "nf4":
             codes = nf4_codes(matrices, matrix + n, step, spec.K, spec.block_k)
-            if not spec.late:
-                next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
-                block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-                scale, factor = next_scale, next_factor
+            next_scale, next_factor = nf4_scales(scales, nf4[0], matrix + n, step + 1, spec.K, spec.block_k)
+            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
+            scale, factor = next_scale, next_factor
         for part in tl.static_range(PARTS):
             columns = step * spec.block_k + part * COLUMNS + tl.arange(0, COLUMNS)
             values = _load_x(at_x, ours, columns, spec.x_columns, spec.block_k)
             if MORE:
                 values_too = _load_x(at_more, ours_too, columns, spec.x_columns, spec.block_k)
             if spec.stored == "mxfp4":
-                if COLUMNS == 64:
-                    factor = _part(factors, part // 2, PARTS // 2)
-                    these = _words_of_part(words, part, ROWS, spec.block_k)
-                else:
-                    factor, these = _part(factors, part, PARTS), _part(words, part, PARTS)
-                w = _mxfp4_tile(these, factor, ROWS, COLUMNS, spec.plain).to(values.dtype)
+                factor = _part(factors, part // 2, PARTS // 2)
+                these = _words_of_part(words, part, ROWS, spec.block_k)
+                w = _mxfp4_tile(these, factor, ROWS, spec.plain).to(values.dtype)
             elif spec.stored == "nf4":
                 code, block_scale = _part(codes, part, PARTS), _part(block_scales, part, PARTS)
                 w = nf4_values(code, block_scale, lookup, values.dtype, ROWS, COLUMNS)
@@ -470,20 +441,12 @@ def _multiply(
             acc = settled(acc)
             if MORE:
                 more = settled(more)
-        if spec.stored == "mxfp4" and spec.late:
-            factors = _factors(exponents, spec.plain)
-            exponents = _exponents(scales, matrix + n, step + 2, spec.K, spec.block_k)
-        elif spec.stored == "nf4" and spec.late:
-            block_scales = tl.load(nf4[2] + scale.to(tl.int32)) * factor + offset
-            scale, factor = nf4_scales(scales, nf4[0], matrix + n, step + 2, spec.K, spec.block_k)
 
     if powers is not None:
         acc *= (row_scales * spec.factor)[:, None] * _powers(powers, tokens, first, end, BLOCK_M)[None, :]
         if MORE:
             more *= (row_scales * spec.factor)[:, None] * _powers(powers, tokens, first + BLOCK_M, end, MORE)[None, :]
     if spec.R > 0:
-        if spec.late:
-            b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
         await_low_ranks(unread, tl.cdiv(spec.N, spec.block_n))
         acc = _expand(acc, b, low_ranks, first, end, BLOCK_M, spec.block_r)
         if MORE:

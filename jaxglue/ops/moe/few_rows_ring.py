@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -20,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxglue.ops.moe.few_rows_kernels import MXFP4_ASSEMBLY
 from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, await_place, barriers, release, vacate
 
-SKIPPED = gl.constexpr("mov.b32 {$0, $1}, $8; mov.b32 {$2, $3}, $8; mov.b32 {$4, $5}, $8; mov.b32 {$6, $7}, $9;")
 WIDTH = gl.constexpr(128)
 """Columns of a matrix in a tile, in whose order "codes" a thread has one block of 32."""
 
@@ -43,20 +41,12 @@ class RingSpec:
     block_m: int
     """Rows of a tile of tokens: 16, 32 or 64."""
     groups: int
-    """Warpgroups that multiply."""
+    """Warpgroups that multiply, two or three."""
     stages: int
     """Places of the ring."""
     programs: int
     registers: tuple[int, int]
     """Of a thread that multiplies, and of one that loads."""
-    skip: str = ""
-    """Of a probe: what is left out."""
-    sync: int = 0
-    """Most tokens whose products are mma.sync's, each warp's own, in place of a warpgroup's."""
-    parted: bool = True
-    """Up to 48 tokens are multiplied as 32 and 16; else as 64."""
-    ahead: int = 0
-    """Steps ahead in which registers ask for codes, 2 or 3; 0 where codes pass through the ring."""
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     factor: float = 1.0
@@ -94,11 +84,10 @@ class RingSpec:
 
 
 @gluon.constexpr_function
-def _words_layout(words: int):
-    """Return the layout of so many words of each of four blocks, of 64 rows; rows 2i and 2i + 1 are one thread's."""
-    columns = [[0, 0, 1], [0, 0, 2]][: words // 2]
+def _words_layout():
+    """Return the layout of two words of each of four blocks, of 64 rows; rows 2i and 2i + 1 are one thread's."""
     lanes = [[0, 1, 0], [0, 2, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]]
-    return gl.DistributedLinearLayout([*columns, [1, 0, 0]], lanes, [[16, 0, 0], [32, 0, 0]], [], [64, 4, words])
+    return gl.DistributedLinearLayout([[0, 0, 1], [1, 0, 0]], lanes, [[16, 0, 0], [32, 0, 0]], [], [64, 4, 2])
 
 
 @gluon.constexpr_function
@@ -114,14 +103,6 @@ def _sums_layout(rows: int):
     more = [[0, 0, 1 << bit] for bit in range(3, rows.bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout([[0, 0, 1], *more], lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 8, rows])
-
-
-@gluon.constexpr_function
-def _products_layout(rows: int, sync: bool):
-    """Return the layout of products of a warpgroup's 64 rows with so many tokens."""
-    if sync:
-        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
 @gluon.jit
@@ -157,14 +138,13 @@ def _load_values(x, values, place, full, row, step, FIRST: gl.constexpr, HALVES:
 def _load_part(codes, x, more, low, low_more, ring, values, n, row, first, MORE: gl.constexpr, spec: gl.constexpr):
     """Load all tiles of a part of the result, from the n-th place on, and then low ranks."""
     GROUPS: gl.constexpr = spec.groups
-    CODES: gl.constexpr = 0 if spec.ahead else GROUPS * GROUP_ROWS * (WIDTH // 2)
-    LEAST: gl.constexpr = CODES + 2 * x.block_type.nbytes
+    LEAST: gl.constexpr = GROUPS * codes.block_type.nbytes + 2 * x.block_type.nbytes
     BYTES: gl.constexpr = LEAST + 2 * more.block_type.nbytes if MORE else LEAST
     FIRST: gl.constexpr = x.block_type.shape[0]
     STEPS: gl.constexpr = spec.steps
     for step in range(0, STEPS):
         place, full = vacate(ring, n + step, BYTES)
-        for group in gl.static_range(0 if spec.ahead else GROUPS):
+        for group in gl.static_range(GROUPS):
             at = [row + group * GROUP_ROWS, step * (WIDTH // 2)]
             tma.async_copy_global_to_shared(codes, at, full, ring.tiles.index(place * GROUPS + group))
         _load_values(x, values, place, full, first, step, 0, 2)
@@ -215,24 +195,13 @@ def _exponents(scales, rows, step, spec: gl.constexpr):
 
 
 @gluon.jit
-def _words(codes, rows, step, spec: gl.constexpr):
-    """Load the codes of a tile of rows, eight in a word; beyond the last block of 32 this one's."""
-    WORDS: gl.constexpr = rows.type.layout.parent.parent
-    block = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
-    block = gl.minimum(step * (WIDTH // 32) + block, spec.K // 32 - 1) * 4
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + rows[:, None, None] * (spec.K // 8)
-    return gl.load(at + block[None, :, None] + word[None, None, :], eviction_policy="evict_first")
-
-
-@gluon.jit
-def _decode(words, exponents, OPERAND: gl.constexpr, ASSEMBLY: gl.constexpr):
+def _decode(words, exponents, OPERAND: gl.constexpr):
     """Return 64 columns of values of two words of each of four blocks, rows 2i and 2i + 1 of 16 as i and i + 8."""
     # 2^(exponent − 1) in both halves of a word; see `few_rows_kernels`.
     factors = gl.minimum(exponents, 129) * 0x800080 + 126 * 0x800080
     words, factors = gl.broadcast(words, factors[:, :, None])
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        ASSEMBLY,
+        MXFP4_ASSEMBLY,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [words, factors],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -246,105 +215,44 @@ def _decode(words, exponents, OPERAND: gl.constexpr, ASSEMBLY: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(codes, scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr,
-              spec: gl.constexpr):  # fmt: skip
-    """Return products of 64 rows with BLOCK_M tokens, and with MORE after them, from the n-th place on."""
-    WORDS: gl.constexpr = _words_layout(2)
+def _multiply(scales, up, ring, values, n, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, spec: gl.constexpr):
+    """Return products of 64 rows with BLOCK_M tokens, from the n-th place on."""
+    WORDS: gl.constexpr = _words_layout()
     FLAT: gl.constexpr = _flat_words_layout()
-    SYNC: gl.constexpr = spec.sync >= BLOCK_M and MORE == 0
-    ACC: gl.constexpr = _products_layout(BLOCK_M, SYNC)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(64, 32, rank=2)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     GROUPS: gl.constexpr = spec.groups
     STEPS: gl.constexpr = spec.steps
     PARTS: gl.constexpr = values.shape[1] // BLOCK_M
+    codes = ring.tiles._reinterpret(gl.int32, [ring.tiles.shape[0], 64, 16], CODES)
     x = _as_rows(values, BLOCK_M)
     acc = gl.zeros([64, BLOCK_M], gl.float32, layout=ACC)
-    more = acc
-    if MORE > 0:
-        MORE_ACC: gl.constexpr = _products_layout(MORE, SYNC)
-        MORE_PARTS: gl.constexpr = values.shape[1] // MORE
-        x_more = _as_rows(values, MORE)
-        more = gl.zeros([64, MORE], gl.float32, layout=MORE_ACC)
-    rows = gl.minimum(
-        row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS))), spec.E * spec.rows - 1
-    )
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+    rows = gl.minimum(rows, spec.E * spec.rows - 1)
     now, then = _exponents(scales, rows, 0, spec), _exponents(scales, rows, 1, spec)
-    if spec.ahead:
-        WHOLE: gl.constexpr = _words_layout(4)
-        own = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WHOLE)))
-        own = gl.minimum(own, spec.E * spec.rows - 1)
-        next_words, after = _words(codes, own, 0, spec), _words(codes, own, 1, spec)
-        last = after
-        if spec.ahead == 3:
-            last = _words(codes, own, 2, spec)
-    else:
-        CODES: gl.constexpr = gl.NVMMASharedLayout(64, 32, rank=2)
-        tiles = ring.tiles._reinterpret(gl.int32, [ring.tiles.shape[0], 64, 16], CODES)
     if spec.R > 0:  # asked for before the sum, which hides it
         b = _second_matrix(up, row, OPERAND, spec)
-    ASSEMBLY: gl.constexpr = SKIPPED if spec.skip == "decode" else MXFP4_ASSEMBLY
-    if spec.skip == "all":
-        for step in range(0, STEPS):
-            await_place(ring, n + step)
-            release(ring, n + step)
-        return acc, more
     for step in range(0, STEPS):
         place = await_place(ring, n + step)
-        if spec.ahead:
-            words, next_words = next_words, after
-            if spec.ahead == 3:
-                after = last
-                last = _words(codes, own, step + 3, spec)
-            else:
-                after = _words(codes, own, step + 2, spec)
-        else:
-            words = tiles.index(place * GROUPS + GROUP).load(FLAT)
+        words = codes.index(place * GROUPS + GROUP).load(FLAT)
         first, second = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
-        if SYNC:
-            TOKENS: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-            tokens = x.index(2 * place * PARTS).permute((1, 0)).load(TOKENS)
-            w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-            acc = mma_v2(w, tokens, acc)
-            tokens = x.index((2 * place + 1) * PARTS).permute((1, 0)).load(TOKENS)
-            w = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-            acc = mma_v2(w, tokens, acc)
-        else:
-            w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-            acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
-            if MORE > 0:
-                v = gl.convert_layout(w, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-                tokens = x_more.index(2 * place * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-                more = warpgroup_mma(v, tokens, more, is_async=True)
-            u = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND, ASSEMBLY)
-            acc = warpgroup_mma(u, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
-            if MORE > 0:
-                v = gl.convert_layout(u, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-                tokens = x_more.index((2 * place + 1) * MORE_PARTS + BLOCK_M // MORE).permute((1, 0))
-                more = warpgroup_mma(v, tokens, more, is_async=True)
-                acc, more, w, u = warpgroup_mma_wait(0, deps=[acc, more, w, u])
-            else:
-                acc, w, u = warpgroup_mma_wait(0, deps=[acc, w, u])
+        w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND)
+        acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
+        v = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND)
+        acc = warpgroup_mma(v, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
+        acc, w, v = warpgroup_mma_wait(0, deps=[acc, w, v])
         release(ring, n + step)
-        if spec.skip != "scales":
-            now, then = then, _exponents(scales, rows, step + 2, spec)
+        now, then = then, _exponents(scales, rows, step + 2, spec)
     if spec.R > 0:
         RANKS: gl.constexpr = spec.ranks
         b = (b.to(gl.float32) * spec.factor).to(x.dtype)
-        at = 2 * await_place(ring, n + STEPS)
-        tokens = x.index(at * PARTS).slice(0, RANKS, dim=1).permute((1, 0))
-        if SYNC:
-            acc = mma_v2(b, tokens.load(gl.DotOperandLayout(1, ACC, 2)), acc)
-        elif MORE > 0:
-            acc = warpgroup_mma(b, tokens, acc, is_async=True)
-            v = gl.convert_layout(b, gl.DotOperandLayout(0, MORE_ACC, 2), assert_trivial=True)
-            tokens = x_more.index(at * MORE_PARTS + BLOCK_M // MORE).slice(0, RANKS, dim=1).permute((1, 0))
-            more = warpgroup_mma(v, tokens, more, is_async=True)
-            acc, more, b = warpgroup_mma_wait(0, deps=[acc, more, b])
-        else:
-            acc = warpgroup_mma(b, tokens, acc, is_async=True)
-            acc, b = warpgroup_mma_wait(0, deps=[acc, b])
+        place = await_place(ring, n + STEPS)
+        low_ranks = x.index(2 * place * PARTS).slice(0, RANKS, dim=1).permute((1, 0))
+        acc = warpgroup_mma(b, low_ranks, acc, is_async=True)
+        acc, b = warpgroup_mma_wait(0, deps=[acc, b])
         release(ring, n + STEPS)
-    return acc, more
+    return acc
 
 
 @gluon.jit
@@ -401,51 +309,39 @@ def _store(acc, bias, row_weights, out, group, first, end, row, spec: gl.constex
 
 @gluon.jit
 def _part(arrays, ring, values, n, group, first, end, row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
-          MORE: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+          spec: gl.constexpr):  # fmt: skip
     """Compute a warpgroup's rows of a part of the result."""
-    codes, scales, up, bias, row_weights, out = arrays
-    acc, more = _multiply(codes, scales, up, ring, values, n, group * spec.rows + row, GROUP, BLOCK_M, MORE, spec)
+    scales, up, bias, row_weights, out = arrays
+    acc = _multiply(scales, up, ring, values, n, group * spec.rows + row, GROUP, BLOCK_M, spec)
     _store(acc, bias, row_weights, out, group, first, end, row, spec)
-    if MORE > 0:
-        _store(more, bias, row_weights, out, group, first + BLOCK_M, end, row, spec)
 
 
 @gluon.jit
-def _compute(codes, scales, up, bias, row_weights, out, table, ring, values, GROUP: gl.constexpr, spec: gl.constexpr):
-    """Compute a warpgroup's rows of all parts of a program."""
-    arrays = codes, scales, up, bias, row_weights, out
+def _compute(scales, up, bias, row_weights, out, table, ring, values, GROUP: gl.constexpr, spec: gl.constexpr):
+    """Compute a warpgroup's rows of all parts of a program.
+
+    Half of a tile's tokens are multiplied or all, of which the last may be others that are not stored.
+    """
+    arrays = scales, up, bias, row_weights, out
     n = 0
     ITEMS: gl.constexpr = spec.items
     PLACES: gl.constexpr = spec.places
+    ALL: gl.constexpr = spec.block_m
+    FEW: gl.constexpr = ALL if ALL == 16 else ALL // 2
     for item in range(gl.program_id(0), ITEMS, spec.programs):
         group, first, end, row = _assignment(table, item, spec)
         if group < spec.E:
             row += GROUP * GROUP_ROWS
-            count = end - first
-            if spec.block_m == 16:
-                _part(arrays, ring, values, n, group, first, end, row, GROUP, 16, 0, spec)
-            elif spec.block_m == 32:
-                if count <= 16:
-                    _part(arrays, ring, values, n, group, first, end, row, GROUP, 16, 0, spec)
-                else:
-                    _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 0, spec)
+            if end - first <= FEW:
+                _part(arrays, ring, values, n, group, first, end, row, GROUP, FEW, spec)
             else:
-                if count <= 32:
-                    _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 0, spec)
-                else:
-                    if spec.parted:
-                        if count <= 48:
-                            _part(arrays, ring, values, n, group, first, end, row, GROUP, 32, 16, spec)
-                        else:
-                            _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
-                    else:
-                        _part(arrays, ring, values, n, group, first, end, row, GROUP, 64, 0, spec)
+                _part(arrays, ring, values, n, group, first, end, row, GROUP, ALL, spec)
             n += PLACES
 
 
 @gluon.jit
 def ring_kernel(
-    codes, plain, x_16, x_32, x_64, scales, low_16, low_32, low_64, up, bias, row_weights, table, out,
+    codes, x_16, x_32, x_64, scales, low_16, low_32, low_64, up, bias, row_weights, table, out,
     spec: gl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x by their experts' matrices; grid (programs).
@@ -458,30 +354,19 @@ def ring_kernel(
     """
     GROUPS: gl.constexpr = spec.groups
     STAGES: gl.constexpr = spec.stages
+    tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, 64, 64], codes.layout)
     values = gl.allocate_shared_memory(x_16.dtype, [2 * STAGES, spec.block_m, 64], x_16.layout)
-    tiles = values
-    if spec.ahead == 0:
-        tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, 64, 64], codes.layout)
     ring = Ring(tiles, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     # Barriers were initialized by one thread, and TMA, which signals them, sees shared memory after a fence alone.
     fence_async_shared()
     gl.barrier()
     REGISTERS: gl.constexpr = spec.registers[0]
     LOADER: gl.constexpr = spec.registers[1]
-    if GROUPS == 1:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
-            ],
-            [1],
-            [LOADER],
-        )
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
                 (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
             ],
             [4, 1],
@@ -490,9 +375,9 @@ def ring_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
-                (_compute, (plain, scales, up, bias, row_weights, out, table, ring, values, 2, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 0, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 1, spec)),
+                (_compute, (scales, up, bias, row_weights, out, table, ring, values, 2, spec)),
                 (_load_tiles, (codes, x_16, x_32, x_64, low_16, low_32, low_64, table, ring, values, spec)),
             ],
             [4, 4, 1],
