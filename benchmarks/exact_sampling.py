@@ -50,7 +50,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models import config_from_hf
 from jaxglue.ops import backend
 from jaxglue.ops.projection import project
-from jaxglue.ops.projection.ordered import ordered_products
+from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.planner.device_memory import take_fitting_blocks
 from jaxglue.rl.pack import Group, TrainedAnswer
 
@@ -118,7 +118,8 @@ def products(args: Namespace, bench: "Bench") -> Iterator[dict[str, Any]]:
         many = args.row // (16 if name == "head" else 1)
         x = jax.random.normal(jax.random.key(1), (many, K), jnp.bfloat16)
         weight = (jax.random.normal(jax.random.key(2), (N, K)) * K**-0.5).astype(jnp.bfloat16)
-        multiply = jax.jit(lambda x, weight, dtype=dtype: project(x, weight, dtype))
+        own = project if jax.default_backend() == "gpu" else ordered_product
+        multiply = jax.jit(lambda x, weight, dtype=dtype, own=own: own(x, weight, dtype))
         trained = multiply.lower(x, weight).compile(compiler_options=options)(x, weight)
         row: dict[str, Any] = {"matrix": name, "training's rows": many}
         for rows in (rows for rows in FEW if rows <= many):

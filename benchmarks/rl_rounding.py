@@ -34,7 +34,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.cross_entropy import linear_log_probs, trained_log_probs
-from jaxglue.ops.paged_attention import KVPages, append, make_pages, paged_attention
+from jaxglue.ops.paged_attention import KVPages, append, append_in_order, make_pages, paged_attention
 from jaxglue.ops.projection import adapted_projection, project
 from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.projection.ordered import ordered_products
@@ -189,7 +189,8 @@ def sampling_values(layer: Layer, known: dict[str, Any], sequences: int) -> dict
         mixer = mixer_of(model)
         turned = mixer.rotary, mixer.head_norms, mixer.query_factor
         if layer.exact:
-            return tuple(x[0] for x in decoding().rotate(q, k, *turned))
+            rotated, after = append_in_order(q[0], k[0], v[0], cache, pages, places.offsets, rope, *turned)
+            return rotated, after.keys[pages, :, places.offsets]
         return append(q[0], k[0], v[0], cache, pages, places.offsets, rope, *turned)[:2]
 
     found["rotated q"], found["rotated k"] = (x[None] for x in run(written, few["q"], few["k"], few["v"]))
