@@ -1,5 +1,6 @@
 """Shared fixtures: tiny models, batches, a tokenizer, chats, Triton's interpreter, an H200 compile target."""
 
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -85,6 +87,27 @@ def short_rows(monkeypatch):
         monkeypatch.setattr(module, "_SHORTEST_ROW", 128)
 
 
+DESCRIBED: dict[tuple, list | None] = {}
+
+
+@pytest.fixture(autouse=True)
+def described_once(monkeypatch):
+    """Describe equal environments once: the process that does it imports transformers, which takes a second."""
+    if module := sys.modules.get("jaxglue.rl.episode_process"):
+        describe = module.EpisodeProcess.describe
+
+        def once(self):
+            file, name, options = self._function
+            if not os.path.isfile(file):
+                return describe(self)
+            key = Path(file).read_bytes(), name, *sorted(options.items())
+            if key not in DESCRIBED:
+                DESCRIBED[key] = describe(self)
+            return copy.deepcopy(DESCRIBED[key])
+
+        monkeypatch.setattr(module.EpisodeProcess, "describe", once)
+
+
 @pytest.fixture
 def whole_runs():
     """Let runs do all that they do for users."""
@@ -109,7 +132,7 @@ def tiny_config():
     return TINY
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model():
     """Build a small random model: tiny_model(model_type, **config changes)."""
 

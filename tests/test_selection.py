@@ -1,6 +1,7 @@
 """`make test` runs every part: a case that repeats one is marked beside a case that does not."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,20 @@ from selection import repeats
 TESTS = Path(__file__).parent
 
 
+@cache
+def parsed() -> list[tuple[str, ast.Module]]:
+    """Return names and syntax trees of the files of tests."""
+    return [(path.name, ast.parse(path.read_text(encoding="utf-8"))) for path in TESTS.rglob("test_*.py")]
+
+
 def test_repeats_stand_beside_a_case_that_runs():
     repeated = []
-    for path in TESTS.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for name, tree in parsed():
+        for node in ast.walk(tree):
             if isinstance(node, ast.List | ast.Tuple):
                 marked = [ast.unparse(case).startswith("repeat(") for case in node.elts]
-                assert not marked or not all(marked), f"{path.name}:{node.lineno}"
-                repeated += [path.name] * sum(marked)
+                assert not marked or not all(marked), f"{name}:{node.lineno}"
+                repeated += [name] * sum(marked)
     assert "test_compile.py" in repeated
 
 
@@ -28,8 +35,8 @@ def test_no_test_is_marked_slow_but_as_a_repeat():
 def test_thorough_tests_name_a_file_whose_tests_run():
     named = {
         node.args[0].value
-        for path in TESTS.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for _, tree in parsed()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "thorough"
     }
     assert named and all((TESTS / name).is_file() for name in named)
@@ -37,8 +44,8 @@ def test_thorough_tests_name_a_file_whose_tests_run():
 
 def test_repeated_tests_run():
     run, repeated = set(), set()
-    for path in TESTS.rglob("test_*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for _, tree in parsed():
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef):
                 marks = [ast.unparse(mark) for mark in node.decorator_list]
                 originals = {mark.split("'")[1] for mark in marks if mark.startswith("repeats_parts_of(")}

@@ -60,6 +60,18 @@ def made(family, tiny_model, **fields):
     return MADE[key]
 
 
+ENGINES: dict[tuple, Engine] = {}
+
+
+def engine_of(model, head=None, drafts=0, **options):
+    """An engine of a model of `made`, whose programs serve several tests, with a head for so many drafts."""
+    key = id(model), drafts, *options
+    if key not in ENGINES:
+        drafting = Drafting(head, drafts, **options) if drafts else None
+        ENGINES[key] = Engine(*model, dtype=jnp.float32, drafting=drafting)
+    return ENGINES[key]
+
+
 def requests():
     """Prompts of several lengths with settings of several kinds, one of which has two answers."""
     rng = np.random.default_rng(0)
@@ -97,8 +109,8 @@ def check_equal(found, expected):
 )
 def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
-    expected = answers(Engine(*model, dtype=jnp.float32), trees, requests(), slots=3)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, drafts))
+    expected = answers(engine_of(model), trees, requests(), slots=3)
+    engine = engine_of(model, head, drafts)
     check_equal(answers(engine, drafted, requests(), slots=3, whole=whole), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
@@ -106,7 +118,7 @@ def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
 @pytest.mark.parametrize("words", [[2], repeat([0, 1, 2, 3, 4, 5])])
 def test_drafts_among_frequent_words_change_no_answer(words, tiny_model):
     model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
-    expected = answers(Engine(*model, dtype=jnp.float32), trees, requests(), slots=3)
+    expected = answers(engine_of(model), trees, requests(), slots=3)
     weights = {"draft": drafted[1]["draft"], "draft_words": words_of(model[0], trees, words)}
     loaded = LoadedHead(Drafting(head, 2), weights)
     engine = Engine(*model, dtype=jnp.float32, drafting=loaded.drafting)
@@ -144,10 +156,10 @@ class Alternating(DraftRule):
 def test_the_number_of_drafts_may_change_with_each_window(family, turns, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
     asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests()]
-    expected = answers(Engine(*model, dtype=jnp.float32), trees, asked, slots=3)
+    expected = answers(engine_of(model), trees, asked, slots=3)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
     monkeypatch.setattr(Alternating, "turns", turns)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, max(turns), auto=True))
+    engine = engine_of(model, head, max(turns), auto=True)
     check_equal(answers(engine, drafted, asked, slots=3), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
@@ -182,7 +194,7 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model
     model, _, head, drafted = made(family, tiny_model, vocab_size=6)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
     monkeypatch.setattr(Alternating, "turns", turns)
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2, auto=True))
+    engine = engine_of(model, head, 2, auto=True)
     check_read(engine, drafted)
 
 
@@ -231,13 +243,13 @@ class Falling:
 
 @pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
 def test_answers_by_a_grammar_are_drafted(family, tiny_model):
-    model, _, head, drafted = made(family, tiny_model, vocab_size=6)
+    model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
     asked = [replace(each, grammar=Falling() if each.index % 2 else None) for each in requests()]
-    engine = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
+    engine = engine_of(model, head, 2)
     found = answers(engine, drafted, asked, slots=3)
     for (number, _), (tokens, _, _) in found.items():
         assert not asked[number].grammar or Falling().take(tokens.tolist()) == len(tokens) == 30 + number
-    free = answers(Engine(*model, dtype=jnp.float32), drafted, [asked[0], asked[2]], slots=3)
+    free = answers(engine_of(model), trees, [asked[0], asked[2]], slots=3)
     np.testing.assert_array_equal(found[0, 0][0], free[0, 0][0])
     assert engine.drafts.accepted
 
@@ -248,8 +260,8 @@ def test_a_text_that_goes_on_is_drafted(tiny_model):
     sampling = SamplingConfig(max_tokens=20)
     found = []
     for engine, weights in (
-        (Engine(*model, dtype=jnp.float32), trees),
-        (Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2)), drafted),
+        (engine_of(model), trees),
+        (engine_of(model, head, 2), drafted),
     ):
         batch = engine.open(
             *weights,
@@ -321,7 +333,7 @@ def test_drafts_are_tried_again_after_a_text_on_which_they_failed():
 def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model)
     asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0))]
-    (expected,) = Engine(*model, dtype=jnp.float32).generate(*trees, asked)
+    (expected,) = engine_of(model).generate(*trees, asked)
     text = jnp.asarray([3, 1, 4, *expected.tokens])
 
     def propose(self, weights, slots, last, place, cache, count, ranks):

@@ -38,7 +38,7 @@ def engine_of(model, lora: bool, **options):
     return Engine(graphdefs, model.config, dtype=jnp.float32, **options), trees
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tiny_model(tiny_model):
     """Build a small model of as many layers as most have kinds."""
     return lambda *args, **changes: tiny_model(*args, **{"num_hidden_layers": 2, **changes})
@@ -56,8 +56,9 @@ def likeliest_next(model, *texts):
     return found if len(found) > 1 else found[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llama(tiny_model):
+    """An engine, whose programs serve several tests, and its weights; the model."""
     model = tiny_model("llama")
     return engine_of(model, lora=False), model
 
@@ -188,8 +189,8 @@ def test_sampling_is_seeded(llama):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_second_prompt_of_the_same_bucket_compiles_nothing(llama):
-    (engine, trees), _ = llama
+def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny_model):
+    engine, trees = engine_of(tiny_model("llama"), lora=False)
     sampling = SamplingConfig(temperature=0, max_tokens=3)
     list(engine.stream(*trees, PROMPT, sampling))
     before = engine.compilations()
@@ -387,8 +388,8 @@ def test_a_cache_in_float8_changes_log_probabilities_little(tiny_model):
     assert plans[1].pages == plans[0].pages and plans[1].bytes < 0.6 * plans[0].bytes
 
 
-def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(llama):
-    (engine, trees), _ = llama
+def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(tiny_model):
+    engine, trees = engine_of(tiny_model("llama"), lora=False)
     requests = [Request(PROMPT, replace(SAMPLED, max_tokens=4 + 30 * (i % 3 == 0)), i) for i in range(16)]
     first = answers_of(engine, trees, requests, whole=True)
     engine.wait()

@@ -111,9 +111,8 @@ def test_answers_are_the_likeliest_that_a_grammar_takes(tiny_model, family, whol
         assert len(tokens) == wanted and answer.finish == ("stop" if number in (0, 3) else "length")
 
 
-def test_draws_follow_the_probabilities_of_what_a_grammar_takes(tiny_model):
-    model, count = tiny_model("llama"), 500
-    engine, trees = engine_of(model)
+def test_draws_follow_the_probabilities_of_what_a_grammar_takes(llama):
+    (model, engine, trees), count = llama, 500
     bias = {4: 21.0, 5: 19.4, 6: 20.8}  # an unlikely one behind one that the second place refuses
     sampling = SamplingConfig(temperature=1.3, top_p=1.0, max_tokens=3, seed=2)
     request = Request(PROMPT, sampling, n=count, logit_bias=bias, grammar=Thirds(3))
@@ -142,8 +141,8 @@ def test_draws_follow_the_probabilities_of_what_a_grammar_takes(tiny_model):
     np.testing.assert_allclose(found[0].log_probs[0], np.log(probabilities([], 0)[0][first]), atol=1e-4)
 
 
-def test_penalties_count_what_a_grammar_took(tiny_model):
-    engine, trees = engine_of(tiny_model("llama"))
+def test_penalties_count_what_a_grammar_took(llama):
+    _, engine, trees = llama
     sampling = SamplingConfig(temperature=0, max_tokens=24, repetition_penalty=1e9, frequency_penalty=0.1)
     (found,) = engine.generate(*trees, [Request(PROMPT, sampling, grammar=Thirds(100))])
     text = [*PROMPT, *found.tokens.tolist()]
@@ -165,18 +164,31 @@ def grammars(tokenizer, quickstart):
     return Grammars(tokenizer, 1024, stop_tokens(tokenizer, quickstart, None))
 
 
-def written(tokenizer, base, grammar, stops, seed=0, **options):
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    """A model, an engine of it and its weights."""
+    model = tiny_model("llama")
+    return model, *engine_of(model)
+
+
+@pytest.fixture(scope="module")
+def ignorant(base):
+    """An engine of a model that knows nothing, and its weights."""
+    return engine_of(nnx.clone(base[1]))
+
+
+def written(tokenizer, ignorant, grammar, stops, seed=0, **options):
     """Return the answers of a model that knows nothing, and why they ended."""
-    engine, trees = engine_of(nnx.clone(base[1]))
+    engine, trees = ignorant
     sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_tokens=200, seed=seed, **options)
     requests = [Request(tokenizer.encode("Say it"), sampling, grammar=grammar, n=3)]
     found = engine.generate(*trees, requests, stops)
     return [(tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]), c.finish) for c in found]
 
 
-def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, base, grammars):
+def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, ignorant, grammars):
     stops = stop_tokens(tokenizer, quickstart, None)
-    ended = [(text, finish) for text, finish in written(tokenizer, base, grammars.json(SCHEMA), stops)]
+    ended = [(text, finish) for text, finish in written(tokenizer, ignorant, grammars.json(SCHEMA), stops)]
     assert "stop" in {finish for _, finish in ended}
     for text, finish in ended:
         if finish == "stop":
@@ -184,14 +196,14 @@ def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, base, grammars
             assert value.keys() == {"name", "sizes"} and set(value["sizes"]) <= {1, 2} and len(value["name"]) <= 8
 
 
-def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, base, grammars):
+def test_answers_are_choices_expressions_and_grammars(tokenizer, quickstart, ignorant, grammars):
     stops = stop_tokens(tokenizer, quickstart, None)
     for grammar, texts in [
         (grammars.choice(["yes, so", 'a "no"']), {"yes, so", 'a "no"'}),
         (grammars.regex(r"a/b?[0-9]"), {f"a/{b}{n}" for b in ("", "b") for n in range(10)}),
         (grammars.lark('start: "x" y\ny: "1" | "2" "3"'), {"x1", "x23"}),
     ]:
-        found = written(tokenizer, base, grammar, stops)
+        found = written(tokenizer, ignorant, grammar, stops)
         assert {text for text, _ in found} <= texts and {finish for _, finish in found} == {"stop"}
 
 

@@ -61,7 +61,7 @@ class Source:
         return self.left == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(tiny_model):
     graphdefs, *trees = split_model(tiny_model("qwen3"), nnx.LoRAParam)
     model = tiny_model("qwen3")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,9 @@ def make_folder(tmp_path_factory, make_tokenizer):
     return make
 
 
+@lru_cache(maxsize=1)
 def parts(folder):
+    """Return an engine of a folder, its weights and the model's shape."""
     model = load_model(folder, dtype=jnp.float32)
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     return Engine(graphdefs, model.config, dtype=jnp.float32), trainable, frozen, model.config
@@ -255,6 +258,7 @@ OTHERS += (
     "gemma4",
     "gemma4_experts",
     "qwen3_moe",
+    "qwen3_5_moe",
     "gpt_oss",
     "granite",
     "granite_hybrid_dense",

@@ -77,7 +77,7 @@ def written(folder, config, adapter, served, lora=CONFIG, std=0.02):
 
 
 MIXTURE = {
-    **{"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2},
+    **{"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1},
     **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_local_experts": 4},
 }
 

@@ -26,17 +26,20 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = sorted(path.stem for path in (GOLDENS / "families").glob("*.safetensors"))
 OTHERS = "gemma4_text", "glm4_moe", "glm4_moe_lite", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen2_moe"
 OTHERS += (
+    "bailing_hybrid",
     "cohere2",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
     "falcon_h1_plain",
     "gemma4_unified_text",
+    "granite",
     "granitemoehybrid_dense",
     "lfm2",
     "lfm2_moe",
     "minimax_m2",
     "olmo_hybrid_nope",
+    "qwen3_5_moe_text",
     "seed_oss",
 )
 """Families whose parts the others and those of test_parity.py have, too."""

@@ -20,7 +20,7 @@ SHAPE = {
 }
 PAIRS = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "Good"} for n in range(8)]
 TEXTS = [{"text": f"{row['prompt']}{row['chosen']}"} for row in PAIRS]
-STEPS = 40
+STEPS = 16
 
 
 @pytest.fixture

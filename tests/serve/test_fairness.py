@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from selection import repeat
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
@@ -55,7 +56,7 @@ def long_request(n=1, **changes):
     return Request([5, 6], replace(SAMPLED, max_tokens=100), n=n, logit_bias={2: -1e6, 1: -1e6, 0: -1e6}, **changes)
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
+@pytest.mark.parametrize("penalty", [repeat(0.0), 0.5])
 def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
     request = long_request(n=4)
     request = replace(request, sampling=replace(request.sampling, frequency_penalty=penalty))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeats_parts_of
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.engine.array_checks import check_arrays, non_finite
@@ -166,7 +166,7 @@ def test_no_checkpoint_is_saved_while_spikes_follow_each_other(make_config, tmp_
     assert str(error.value).endswith("checkpoint 4 is set aside as 4.diverged. --resume continues from checkpoint 3.")
 
 
-@pytest.mark.parametrize(("failing", "saved"), [([4, 5], ["6", "7"]), ([7], ["4"])])
+@pytest.mark.parametrize(("failing", "saved"), [([4, 5], ["6", "7"]), repeat([7], ["4"])])
 def test_a_checkpoint_that_a_spike_delays_is_saved_after_it(make_config, tmp_path, monkeypatch, failing, saved):
     poison(monkeypatch, failing)
     config = make_config(steps=7, save_every=4, on_spike="skip")

@@ -65,6 +65,12 @@ def test_a_head_learns_beside_the_model_which_sees_none_of_it(with_draft, model_
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, tensor in trained.items():
         np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
+
+
+@repeats_parts_of("test_answers_are_those_without_drafts")
+def test_a_trained_head_changes_no_answer(with_draft, model_folder, tmp_path):
+    make, _ = with_draft
+    train(make(steps=6, train_draft="with", output=tmp_path / "run"))
     asked = {"model": str(model_folder), "adapter": tmp_path / "run/adapter", "prompt": ("Hello",), "sampling": LONG}
     told = [["".join(answer) for _, answer in generate(GenerateConfig(**asked, drafts=drafts))] for drafts in (0, 2)]
     assert told[0] == told[1]

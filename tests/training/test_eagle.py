@@ -149,9 +149,17 @@ def test_a_head_learns_the_models_own_answers_and_drafts_them(folder, tmp_path, 
     assert len(means) == 2 and means[1] < means[0] < 1.5  # 2.9 before a step
     (shares,) = (line for line in lines if line.startswith("accepted, greedy: "))
     assert all(float(share.strip(" %")) > 50 for share in shares.partition(": ")[2].split(","))  # 4% before a step
-    assert told(folder, draft_model=tmp_path / "head", drafts="2") == told(folder, drafts="off")
     with pytest.raises(ValueError, match="--drafts off is not for --draft-model"):
         GenerateConfig(model=folder, prompt=PROMPTS, draft_model=tmp_path / "head", drafts="off")
+
+
+@repeats_parts_of("test_answers_are_those_without_drafts")
+def test_a_trained_head_changes_no_answer(folder, tmp_path):
+    rows = [{"prompt": prompt, "completion": "Who knows?"} for prompt in PROMPTS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = {"model": folder, "data": (str(tmp_path / "rows.jsonl"),), "output": tmp_path / "head"}
+    train_head(DraftConfig(**asked, sampling=SamplingConfig(max_tokens=24, temperature=0), seq_len=128), print)
+    assert told(folder, draft_model=tmp_path / "head", drafts="2") == told(folder, drafts="off")
 
 
 def test_rows_that_no_head_learns_from_are_refused(folder, tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from selection import repeats_parts_of
+from selection import repeats_parts_of, thorough
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.merge import export_adapter
@@ -29,6 +29,7 @@ def gemma4_folder(model_folder):
     return model_folder
 
 
+@thorough("training/test_family_steps.py")
 def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4_folder, tmp_path):
     summary = train(make_config(targets=("all-linear",), steps=4))
     assert summary.last_loss < summary.first_loss - 0.1
@@ -69,7 +70,7 @@ def test_full_fine_tuning_trains_experts_and_routers_and_keeps_the_scalars_of_la
 ):
     path = gemma4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS | ALIKE))
-    train(make_config(method="full", steps=2))
+    train(make_config(method="full", steps=1))
     stored = load_file(tmp_path / "run/model/model.safetensors")
     np.testing.assert_array_equal(stored["model.layers.1.layer_scalar"], 1)
     assert stored["model.layers.1.experts.gate_up_proj"].shape == (4, 32, 32)

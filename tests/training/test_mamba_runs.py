@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from selection import repeats, thorough
+from selection import thorough
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.training.record import read_metrics
@@ -67,7 +67,8 @@ def set_type(model_folder):
     return change
 
 
-@pytest.mark.parametrize("model_type", repeats(TYPES, "granitemoehybrid", "nemotron_h"))
+@pytest.mark.parametrize("model_type", TYPES)
+@thorough("training/test_linear_attention.py")
 def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make_config, tmp_path, caplog):
     set_type(model_type)
     config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)
@@ -82,7 +83,7 @@ def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make
 
 @pytest.mark.parametrize("settings", [{"quantize": "nf4"}, {"matmul": "fp8"}, {"tile": 48}, {"remat": "full"}], ids=str)
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-@thorough("training/test_mamba_runs.py")
+@thorough("models/test_mamba.py")
 def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_config):
     set_type(model_type)
     if settings == {"tile": 48} and model_type == "falcon_h1":
@@ -92,7 +93,7 @@ def test_other_ways_to_train_learn_too(model_type, settings, set_type, make_conf
 
 
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-@thorough("training/test_mamba_runs.py")
+@thorough("models/test_mamba.py")
 def test_all_weights_learn(model_type, set_type, make_config):
     set_type(model_type)
     summary = train(make_config(method="full", steps=6))
@@ -100,7 +101,7 @@ def test_all_weights_learn(model_type, set_type, make_config):
 
 
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-@thorough("training/test_mamba_runs.py")
+@thorough("models/test_mamba.py")
 def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl, monkeypatch, tmp_path):
     set_type(model_type)
     pair = {"prompt": "What is 1 and 2? ", "chosen": "It is 3.", "rejected": "Good"}
@@ -113,7 +114,7 @@ def test_pairs_share_their_prompt(model_type, set_type, make_config, write_jsonl
 
 
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-@thorough("training/test_mamba_runs.py")
+@thorough("models/test_mamba.py")
 def test_answers_are_rewarded_as_training_scores_them(model_type, set_type, make_config, write_jsonl, tmp_path):
     """Sampling follows states in slots, training those of packed rows behind copies of prompts."""
     set_type(model_type)

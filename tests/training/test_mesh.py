@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 
 import chex
 import jax
@@ -127,6 +128,7 @@ def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, 
     assert any("expert_load_max" in line for line in run)
 
 
+@repeats_parts_of("test_full_fine_tuning_resumes_on_another_mesh")
 def test_rows_split_over_devices_resume_to_the_bit(make_config, tmp_path, monkeypatch, capsys):
     options = {"batch_size": 2, "steps": 3, "seq_len": 64, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "whole"))
@@ -205,15 +207,25 @@ def test_devices_with_the_same_weights_share_the_prompts(make_config, write_json
     assert answers[0] == answers[1]
 
 
-def test_devices_that_share_the_prompts_sample_with_the_bits_of_training(make_config, write_jsonl, tmp_path):
+@pytest.fixture
+def make_exact(make_config, write_jsonl):
+    """Build a run on answers that are sampled with the bits of training."""
     rows = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(4) for b in range(2)]
     settings = {"data": (write_jsonl(rows, "prompts.jsonl"),), "seq_len": 256, "objective": "grpo", "steps": 2}
     settings |= {"reward": ("length?soft=2&hard=8",), "num_generations": 2, "generation_batch_size": 16}
     settings |= {"max_completion_length": 8, "learning_rate": 1e-2, "dtype": "bfloat16", "exact_sampling": "on"}
-    for mesh in ("fsdp=4", "data=2,context=2"):
-        with pytest.raises(ValueError, match=f"on cannot be kept: weights or rows are divided among GPUs by .* {mesh}"):
-            resolve(make_config(**settings, mesh=mesh, batch_size=4))
-    summary = train(make_config(**settings, mesh="data=4", batch_size=4))  # which compares them in its first step
+    return partial(make_config, **settings, batch_size=4)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,context=2"])
+def test_divided_weights_or_rows_are_not_sampled_with_the_bits_of_training(make_exact, mesh):
+    with pytest.raises(ValueError, match=f"on cannot be kept: weights or rows are divided among GPUs by .* {mesh}"):
+        resolve(make_exact(mesh=mesh))
+
+
+@repeats_parts_of("test_devices_with_the_same_weights_share_the_prompts")
+def test_devices_that_share_the_prompts_sample_with_the_bits_of_training(make_exact):
+    summary = train(make_exact(mesh="data=4"))  # which compares them in its first step
     values = read_metrics(summary.metrics)
     assert [step["sampling/sampling_logp_difference/mean"] for step in values] == [0.0, 0.0]
     assert values[0]["grad_norm"] > 0

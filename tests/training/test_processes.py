@@ -92,7 +92,7 @@ def test_disagreeing_processes_both_name_the_values(make_config, run_two):
         assert "  optimizer.learning_rate: 0.01 on process 0, 0.5 on process 1" in errors
 
 
-@repeats_parts_of("test_rows_split_over_devices_resume_to_the_bit")
+@repeats_parts_of("test_split_rows_equal_whole_rows")
 def test_processes_share_rows(make_config, run_two, tmp_path):
     options = {**OPTIONS, "batch_size": 1, "steps": 3}
     train(make_config(**options, output=tmp_path / "whole"))

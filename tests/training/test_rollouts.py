@@ -208,8 +208,8 @@ LEFT_OUT = {"objective": "rloo", "steps_per_generation": 2}
 @pytest.mark.parametrize(
     ("settings", "phases"),
     [
-        (PAIRS, ["training"]),
-        ({"staleness": 2}, ["training"]),
+        ({**PAIRS, "staleness": 1}, ["training"]),
+        repeat({"staleness": 2}, ["training"]),
         repeat(PAIRS, [*PHASES]),
         repeat(LEFT_OUT, [*PHASES]),
         repeat({**PAIRS, "staleness": 1}, [*PHASES]),
@@ -619,7 +619,7 @@ def test_episodes_train_their_own_prompts_and_turns(make_agent, settings):
 @pytest.mark.parametrize("count", [repeat(3), 20, repeat(40)])
 def test_episodes_go_on_to_the_bit(make_agent, tmp_path, monkeypatch, count):
     """Turns that are written anew are decoded among others, which moves sampling's own log-probabilities."""
-    make_agent = partial(make_agent, steps=3, save_every=1, importance_sampling_mode="none")
+    make_agent = partial(make_agent, save_every=1, importance_sampling_mode="none")
 
     def without_log_probs(config):
         return [{name: value for name, value in line.items() if name != "log_probs"} for line in rollouts(config)]

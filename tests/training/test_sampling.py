@@ -46,6 +46,7 @@ HYBRID = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "bloc
     [
         ({"dtype": "float32"}, {}, "activations are in float32"),
         ({"quantize": "nf4"}, {}, "weights of 16 or 32 bits"),
+        ({"matmul": "fp8"}, {}, "fp8"),
         ({"temperature": 0.7}, {}, "kernels of the loss are for 1"),
         ({"dropout": 0.1}, {}, "sampling drops no inputs"),
         ({"drafts": "2"}, {}, "drafts are verified several at a time"),
@@ -96,8 +97,9 @@ def weigh(make_exact):
     return make
 
 
-def measured(microseconds):
-    return {"H200": {streams: calibration.Fitted(1e-6 * microseconds, "s", "H200", "a test") for streams in (64, 512)}}
+def measured(microseconds, *streams):
+    streams = streams or (64, 512)
+    return {"H200": {count: calibration.Fitted(1e-6 * microseconds, "s", "H200", "a test") for count in streams}}
 
 
 def test_auto_takes_what_costs_little_by_what_was_measured(weigh, monkeypatch):
@@ -111,12 +113,14 @@ def test_auto_takes_what_costs_little_by_what_was_measured(weigh, monkeypatch):
     assert "less" in reason and "old log-probabilities" in reason
 
 
-def test_auto_is_off_where_its_measured_price_is_high(weigh):
+def test_auto_is_off_where_its_measured_price_is_high(weigh, monkeypatch):
+    monkeypatch.setattr(calibration, "EXACT", measured(59.2, 64))
     on, reason = weigh(generation_batch_size=64)
     assert not on and reason.startswith("off, +29% of a step, predicted: 2.2 s to ~6 s of sampling")
 
 
 def test_auto_is_off_for_gpus_and_models_that_were_not_measured(weigh, monkeypatch):
+    monkeypatch.setattr(calibration, "EXACT", measured(10, 64))
     what = "its price for 512 answers at a time of such a model on H200 is not measured"
     assert weigh() == (False, f"off, {what}; --exact-sampling on takes it")
     monkeypatch.setattr(calibration, "EXACT", measured(0))

@@ -17,7 +17,7 @@ from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.training import step
 from jaxglue.training.record import read_metrics
-from tests.selection import repeat
+from tests.selection import repeat, repeats_parts_of
 
 
 @pytest.fixture
@@ -132,6 +132,7 @@ def test_a_session_teaches_another(settings, pairs):
         assert other.forward_backward(pairs[:2], loss) > 1e-4
 
 
+@repeats_parts_of("test_gradients_add_up_and_losses_are_functions_of_tokens_and_columns")
 def test_rewards_move_what_is_sampled(settings, pairs):
     """Two answers to one prompt, of which one is rewarded: its probability rises, the other's falls."""
     rows = [{**pairs[0], "completion": text, "advantage": sign} for text, sign in (("good", 1.0), ("question", -1.0))]

@@ -10,7 +10,7 @@ from jaxglue.ops import names
 from jaxglue.ops.backend import Capability, Operation, Reads, form
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.gated_mlp.fp8 import gate_fp8, swiglu_fp8
-from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, activate_in_order, lora_swiglu, part_in_order
+from jaxglue.ops.gated_mlp.swiglu import ACTIVATIONS, Activation, lora_swiglu, part_in_order
 from jaxglue.ops.projection import (
     Conditions,
     LowRankAdapter,
@@ -146,10 +146,8 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     """Let the activation's kernels form the adapters' products where they read the projections."""
     assert not isinstance(x, FP8Rows)
     matrices, static = _matrices(parts), StaticConditions.of(conditions)
-    rows, rank = x.size // x.shape[-1], len(matrices[2])
-    part = part_in_order(rows, len(matrices[0]), x.dtype, rank, activation) if static.in_one_order else None
-    if part is not None:
-        return _apply_in_order(x, parts, conditions, stream, activation, part)
+    if static.in_one_order and (fed := _apply_in_order(x, parts, conditions, stream, activation)) is not None:
+        return fed
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
@@ -159,18 +157,16 @@ def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, act
     return add_to_stream(stream, parts.down, product, low_rank, conditions)
 
 
-def _apply_in_order(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation, part: int) -> Array:
-    """Do as `_apply_lora_swiglu` without gradients, by more programs, whose sums have the same order."""
-    if (fed := project_in_order(x, parts[:2], conditions, activation=activation)) is not None:
-        (y,) = fed
-    else:
-        (gate, up), low_rank = base_products(x, parts[:2], conditions)
-        adapters = [own.adapter for own in parts[:2] if own.adapter is not None]
-        of_adapters = [a.B for a in adapters], [a.scale for a in adapters]
-        y = activate_in_order(gate, up, low_rank, *of_adapters, activation)
-    if (added := project_in_order(y, parts[2:], conditions, stream, part=part)) is not None:
+def _apply_in_order(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array | None:
+    """Do as `_apply_lora_swiglu`, to the bit, of few rows and without gradients; None where no kernel does."""
+    down = _matrices(parts)[2]
+    if (part := part_in_order(x.dtype, len(down), activation)) is None:
+        return None
+    if (fed := project_in_order(x, parts[:2], conditions, activation=activation)) is None:
+        return None
+    if (added := project_in_order(fed[0], parts[2:], conditions, stream, part=part)) is not None:
         return added[0]
-    product, low_rank = ordered_products(y, [parts.down.weight, _matrices(parts)[2]], part=part)
+    product, low_rank = ordered_products(fed[0], [parts.down.weight, down], part=part)
     return add_to_stream(stream, parts.down, product, used_ranks(low_rank, conditions), conditions)
 
 

@@ -46,13 +46,10 @@ def _ranks(low_rank, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.c
 
 
 @triton.jit
-def _outer(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr, FACTOR: tl.constexpr = None):
-    """Load [columns, lanes] of matrix [F, R] (· FACTOR)."""
+def _outer(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr):
+    """Load [columns, lanes] of matrix [F, R]."""
     mask = (columns < F)[:, None] & (lanes < R)[None, :]
-    values = tl.load(matrix + columns[:, None] * R + lanes[None, :], mask=mask, other=0.0)
-    if FACTOR is not None:
-        values *= FACTOR
-    return values.to(dtype)
+    return tl.load(matrix + columns[:, None] * R + lanes[None, :], mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
@@ -72,12 +69,12 @@ def swiglu_kernel(
     gate, up, low_rank, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, down_ranks, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, GATE_FACTOR: tl.constexpr, UP_FACTOR: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Compute out [M, F] and partial sums down_ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns).
 
     With scales, of rows [M] and of gate's and up's columns [F], gate and up are without them; then also compute partial
-    maxima absmax [F / COLUMNS, M] of |out| in each row. With factors, gate_b and up_b are without them.
+    maxima absmax [F / COLUMNS, M] of |out| in each row.
     """
     SCALED: tl.constexpr = row_scales is not None
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
@@ -103,20 +100,16 @@ def swiglu_kernel(
             g = g * row_scale * _vector(gate_scales, columns, F)[None, :]
             u = u * row_scale * _vector(up_scales, columns, F)[None, :]
         # Products of adapters accumulate onto the projections in float32, which are never rounded in between.
-        outer = _outer(gate_b, columns, lanes, F, R, dtype, GATE_FACTOR)
-        g = tl.dot(gate_ranks, tl.trans(outer), g, input_precision=PRECISION)
-        outer = _outer(up_b, columns, lanes, F, R, dtype, UP_FACTOR)
-        u = tl.dot(up_ranks, tl.trans(outer), u, input_precision=PRECISION)
+        g = tl.dot(gate_ranks, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
+        u = tl.dot(up_ranks, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
         y = (activate(g, ACTIVATION)[0] * u).to(dtype)
         tl.store(out + start + to, y, mask=mask)
         if SCALED:
             largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
-        if down_a is not None:
-            a = _inner(down_a, columns, lanes, F, R, dtype)
-            product = tl.dot(y, tl.trans(a), product, input_precision=PRECISION)
-    if down_a is not None:
-        to = down_ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
-        tl.store(to, product, mask=(rows < M)[:, None] & (lanes < R)[None, :])
+        a = _inner(down_a, columns, lanes, F, R, dtype)
+        product = tl.dot(y, tl.trans(a), product, input_precision=PRECISION)
+    to = down_ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
+    tl.store(to, product, mask=(rows < M)[:, None] & (lanes < R)[None, :])
     if SCALED:
         tl.store(absmax + tl.program_id(1).to(tl.int64) * M + rows, largest, mask=rows < M)
 
@@ -133,7 +126,7 @@ def joined_swiglu_kernel(
         row_scales=None, gate_scales=None, up_scales=None, out=out, down_ranks=down_ranks, absmax=None,
         M=M, F=F, R=R, WIDTH=WIDTH, RANKS=WIDTH, OUT=OUT,
         BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, STAGES=STAGES, PRECISION=PRECISION,
-        ACTIVATION="silu", GATE_FACTOR=None, UP_FACTOR=None,
+        ACTIVATION="silu",
     )  # fmt: skip
 
 

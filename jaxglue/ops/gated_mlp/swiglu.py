@@ -1,6 +1,6 @@
 """SwiGLU or GeGLU between LoRA adapters, whose products are formed inside its kernels, not in passes of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -52,22 +52,9 @@ class LoraSwigluBackend(Protocol):
     ) -> tuple[Array, Array, Array]:
         """Return the gradients to gate and up in their dtype, and to down in float32."""
 
-    def part_of_few(self, rows: int, columns: int) -> int | None:
-        """Return the columns in a part of y·downᵀ, whose parts `forward` adds one after another.
-
-        None for so many rows that its programs fill a GPU.
-        """
-
-    def activate(
-        self,
-        gate,
-        up,
-        low_rank,
-        matrices: Sequence[Float[Array, "F R"]],
-        factors: Sequence[float],
-        activation: Activation,
-    ) -> Float[Array, "M F"]:
-        """Return y of `lora_swiglu` alone, of gate's and up's second matrices without their factors."""
+    @property
+    def part(self) -> int:
+        """Return the columns in a part of y·downᵀ, whose parts `forward` adds one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,44 +122,19 @@ def lora_swiglu(
     call = SwigluCall(dtype=gate.dtype, rank=min(ranks), activation=activation, exact=exact)
     kernels = LORA_SWIGLU.load(call, backend=backend)
     if kernels is None:
-        return reference_lora_swiglu(gate, up, low_rank, matrices, activation)
+        return reference_lora_swiglu(gate, up, low_rank, matrices, activation, exact)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))
     out, down_low_rank = _fused(kernels, activation, *rows, matrices)
     return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
 
 
-def part_in_order(rows: int, columns: int, dtype, rank: int, activation: Activation) -> int | None:
+def part_in_order(dtype, rank: int, activation: Activation) -> int | None:
     """Return the columns in a part of y·downᵀ of `lora_swiglu` with `exact`, whose parts are added one after another.
 
-    None without a kernel, and for so many rows that its programs fill a GPU: elsewhere y is computed by more programs
-    than sum y·downᵀ, too.
+    None without a kernel.
     """
-    call = SwigluCall(dtype=dtype, rank=rank, activation=activation, exact=True)
-    kernels = LORA_SWIGLU.load(call)
-    return None if kernels is None else kernels.part_of_few(rows, columns)
-
-
-def activate_in_order(
-    gate: Float[Array, "*B F"],
-    up: Float[Array, "*B F"],
-    low_rank: Float[Array, "*B ranks"],
-    matrices: Sequence[Float[Array, "F R"]],
-    factors: Sequence[float],
-    activation: Activation,
-) -> Float[Array, "*B F"]:
-    """Compute y of `lora_swiglu` with `exact` alone, where `part_in_order` is a number.
-
-    Args:
-        gate, up, low_rank, activation: see `lora_swiglu`.
-        matrices: the second matrices of gate's and up's adapters, of one rank.
-        factors: of these.
-    """
-    kernels = LORA_SWIGLU.load(
-        SwigluCall(dtype=gate.dtype, rank=matrices[0].shape[1], activation=activation, exact=True)
-    )
-    assert kernels is not None
-    rows = [x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank)]
-    return kernels.activate(rows[0], rows[1], rows[2], matrices, factors, activation).reshape(gate.shape)
+    kernels = LORA_SWIGLU.load(SwigluCall(dtype=dtype, rank=rank, activation=activation, exact=True))
+    return None if kernels is None else kernels.part
 
 
 def reference_lora_swiglu(
@@ -181,12 +143,13 @@ def reference_lora_swiglu(
     low_rank: Float[Array, "*B ranks"],
     matrices: Matrices,
     activation: Activation = "silu",
+    exact: bool = False,
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
     """Compute `lora_swiglu` by XLA, which differentiates it."""
     *second, down = matrices
     gate_adapter, up_adapter = lora_expand(low_rank, second)
     out = ACTIVATIONS[activation](gate + gate_adapter) * (up + up_adapter)
-    return out, lora_shrink(out, down)
+    return out, lora_shrink(out, down, exact)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -12,7 +12,6 @@ import triton
 from jaxglue.ops.gated_mlp import kernels
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher
-from jaxglue.ops.projection.few_rows_operands import MULTIPROCESSORS
 from jaxglue.ops.projection.triton import LoraTiles, block_constants
 from jaxglue.ops.quant.fp8 import E4M3
 
@@ -50,21 +49,10 @@ class TritonLoraSwiglu(Launcher):
         down_ranks = reduce(operator.add, jnp.unstack(parts)) if self.in_order else parts.sum(axis=0)
         return out, down_ranks.astype(out.dtype)
 
-    def part_of_few(self, rows: int, columns: int) -> int | None:
+    @property
+    def part(self) -> int:
         """See `LoraSwigluBackend`."""
-        tiles = self.forward_tiles
-        programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.length)
-        return tiles.length if programs < MULTIPROCESSORS else None
-
-    def activate(self, gate, up, low_rank, matrices, factors, activation):
-        """See `LoraSwigluBackend`: each tile has a program."""
-        (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.forward_tiles
-        constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.block_n, "ACTIVATION": activation}
-        constants |= _factors(*factors) | _absent(down_ranks=False, absmax=False)
-        arrays, out_type = (gate, up, low_rank, *matrices, *[None] * 4), jax.ShapeDtypeStruct((M, F), low_rank.dtype)
-        grid, cost = (triton.cdiv(M, tiles.block_m), triton.cdiv(F, tiles.block_n)), KernelCost(kind=KernelKind.ROWS)
-        compiled = tiles.num_warps, tiles.num_stages
-        return self._launch(kernels.swiglu_kernel, arrays, (out_type,), grid, constants, *compiled, cost=cost)[0]
+        return self.forward_tiles.length
 
     def scaled_forward(self, products, low_rank, matrices, activation):
         """See `ScaledSwigluBackend`."""
@@ -79,7 +67,7 @@ class TritonLoraSwiglu(Launcher):
         if scaled:
             out_type.append(jax.ShapeDtypeStruct((parts, M), jnp.float32))
         constants = _constants(gate, low_rank, R, tiles) | {"COLUMNS": tiles.length, "ACTIVATION": activation}
-        constants |= _factors() | _absent(absmax=scaled)
+        constants |= _absent(absmax=scaled)
         passed = turns(min(tiles.length, F), tiles.block_n)
         cost = KernelCost(kind=KernelKind.ROWS, flops=6 * M * F * R, turns=passed)
         arrays = gate, up, low_rank, *_rounded(matrices, low_rank.dtype), *scales
@@ -143,11 +131,6 @@ def _constants(gate, low_rank, R: int, tiles: LoraSwigluTiles) -> dict[str, Any]
     M, F = gate.shape
     sizes = {"M": M, "F": F, "R": R, "WIDTH": F, "RANKS": 2 * R, "OUT": F, "STAGES": tiles.num_stages}
     return sizes | block_constants(tiles, R, low_rank.dtype)
-
-
-def _factors(gate: float | None = None, up: float | None = None) -> dict[str, float | None]:
-    """Return the forward kernel's factors of gate's and up's second matrices."""
-    return {"GATE_FACTOR": gate, "UP_FACTOR": up}
 
 
 def _absent(**present: bool) -> dict[str, None]:

@@ -1,6 +1,6 @@
 """Experts with few tokens each, as in decoding: three launches read their matrices once, as they are stored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -291,6 +291,8 @@ class TritonFewRowsExperts(Launcher):
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         is_half = tiles.half and matrices.kind == "bytes" and adapter is None
+        if is_half and not self.tiles and row_tiles.rows == 64:  # decoded by few instructions, from few registers
+            tiles = replace(tiles, block_n=128, num_stages=4)
         x, powers = divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.projection.ordered import ordered_product
+from jaxglue.ops.projection.ordered import contract, ordered_product
 from jaxglue.ops.quant.fp8 import Quantizer, ScaledProduct, encode_rows
 
 
@@ -59,7 +59,7 @@ class ReferenceLora:
         """See `LoraBackend`; padding the matrix to all ranks costs less than slicing `low_rank`."""
         ranks = ((0, 0), (first, low_rank.shape[1] - first - matrix.shape[1]))
         padded = jnp.pad(matrix.astype(low_rank.dtype), ranks)
-        product = jax.lax.dot_general(low_rank, padded, (((1,), (1,)), ((), ())))
+        product = contract(low_rank, padded, low_rank.dtype)
         if base is None:
             return product
         scaled = base.product.astype(jnp.float32) * base.rows * (1.0 if base.columns is None else base.columns)

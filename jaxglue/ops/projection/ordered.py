@@ -154,14 +154,19 @@ def adapted_products(
 
 def _multiply(x: Float[Array, "M in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "M out"]:
     padded = jnp.pad(x, ((0, max(FEWEST_ROWS - len(x), 0)), (0, 0)))
-    return _contract(padded, weight, dtype)[: len(x)]
+    return contract(padded, weight, dtype)[: len(x)]
 
 
-def _contract(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "*B out"]:
-    """Compute x·Wᵀ by XLA, on a CPU of float32 values: its products of bfloat16 have orders by the number of rows."""
+def contract(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype) -> Float[Array, "*B out"]:
+    """Compute x·Wᵀ in `dtype` by XLA.
+
+    On a CPU values are multiplied in float32: where it has instructions for bfloat16, XLA's products of such values
+    have an order by the number of rows.
+    """
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     if compute_capability() is not None:
         return jax.lax.dot_general(x, weight, contract_last, preferred_element_type=dtype)
+    x = jax.lax.optimization_barrier(x)  # or XLA would leave out the rounding before
     product = jax.lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract_last)
     return product.astype(dtype)
 
@@ -183,7 +188,7 @@ def ordered_product(
         backend = "reference"
     kernels = ORDERED.load(OrderedCall(dtype=x.dtype), backend=backend)
     if kernels is None:
-        product = _contract(x, weight, dtype or x.dtype)
+        product = contract(x, weight, dtype or x.dtype)
         # Else cuBLAS would add what is added to it before it rounds the product.
         return jax.lax.optimization_barrier(product)
     return _differentiable(dtype or x.dtype, x, weight)

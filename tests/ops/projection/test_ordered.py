@@ -264,8 +264,7 @@ def test_adapters_of_one_input_take_one_launch_more_at_most(rows, launches, h200
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == launches
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(64, 2), (1024, 4)])
-def test_a_feed_forward_takes_two_launches_or_four(rows, launches, h200):
+def test_a_feed_forward_of_few_rows_takes_two_launches(h200):
     D, F = 256, 2304
     projections = [projection(10 * i, *shape, 16) for i, shape in enumerate(((F, D), (F, D), (D, F)))]
     arrays = [(p.weight, p.adapter.A.astype(jnp.bfloat16), p.adapter.B) for p in projections]
@@ -276,12 +275,12 @@ def test_a_feed_forward_takes_two_launches_or_four(rows, launches, h200):
         own = [Projection(weight=w, adapter=a) for (w, _, _), a in zip(arrays, adapters, strict=True)]
         return gated_mlp(x, GatedParts(*own), Exact(), stream=x)
 
-    x = jax.ShapeDtypeStruct((1, rows, D), jnp.bfloat16, sharding=h200)
+    x = jax.ShapeDtypeStruct((1, 64, D), jnp.bfloat16, sharding=h200)
     with tracing_for((9, 0)):
         text = jax.jit(run).lower(x, jax.tree.map(shaped, arrays)).compile().as_text()
     program = text[text.index("ENTRY") :]
-    assert program.count('custom_call_target="triton_kernel_call_ffi"') == launches
-    assert (launches == 2 or " fusion(" not in program) and " concatenate(" not in program
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2
+    assert " concatenate(" not in program
 
 
 @pytest.mark.gpu
