@@ -87,8 +87,9 @@ def pack_documents(
                 ranks[row, part] = each.ranks
     batches, images = [], None
     if rules is not None and any(each.images for each in documents):
-        whole = [[DocumentPart(0, len(documents[i].tokens), documents[i].images) for i in own] for own in members]
-        images = rules.rows(tokens, whole)
+        whole = [[documents[number] for number in own.tolist()] for own in members]
+        parts = [[DocumentPart(0, len(each.tokens), each.images) for each in row] for row in whole]
+        images = rules.rows(tokens, parts)
     for first in range(0, len(members), size):
         part = slice(first, first + size)
         members_of_part = [lengths[each].tolist() for each in members[part]]

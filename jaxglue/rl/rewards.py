@@ -381,11 +381,11 @@ class Judge:
                 continue
             is_adapter = (folder / "adapter_config.json").is_file()
             config = AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder)
-            model = RewardScorer(config, rules and rules.processor.max_tokens)
+            model = RewardScorer(config, None if rules is None else rules.processor.max_tokens)
             if rules is not None and (model.rules is None or model.rules.processor != rules.processor):
                 raise ValueError(
-                    f"--reward model: {folder} makes other tokens of images than the model in training, or sees none: "
-                    "train one on its base, or leave out rows with images"
+                    f"--reward model?folder={folder} makes other tokens of images than the model in training, or sees "
+                    "none: train one on its base, or leave out rows with images"
                 )
             if model.tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(

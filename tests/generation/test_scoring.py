@@ -1,11 +1,14 @@
 """Scores of reward models: an adapter and its merged folder, and refusals of other models."""
 
+import io
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
+from tiny_runs import make_seeing
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import AssistantConfig
@@ -84,3 +87,20 @@ def test_documents_beyond_the_limit_are_named(folders, write_jsonl):
     data = write_jsonl([{"text": "fine"}, {"text": "What is 3 plus 4? " * 40}])
     with pytest.raises(ValueError, match=r"data.jsonl:2: .* tokens are above the model's limit of 64"):
         list(score_rows(ScoreConfig(adapter=folders[1], data=(data,))))
+
+
+def test_scores_are_of_the_images_among_the_tokens(tmp_path, folders):
+    make_seeing(tmp_path / "seeing", "full_attention", depth=1)
+    raw = read_config(tmp_path / "seeing") | {"architectures": ["Qwen3_5ForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "seeing" / "config.json").write_text(json.dumps(raw))
+    scorer, shown = RewardScorer(AssistantConfig(model=tmp_path / "seeing", random_weights=0)), []
+    for color in ("red", "blue"):
+        Image.new("RGB", (64, 32), color).save(data := io.BytesIO(), "PNG")
+        shown.append(scorer.rules.shown(data.getvalue()))
+    red, blue = shown
+    document = [5, *[scorer.rules.tokens[0]] * 8, 6]
+    found = scorer.score([document, document, [5, 6], [*document, *document]], [[red], [blue], [], [blue, red]])
+    assert len({round(score, 4) for score in found}) == 4
+    assert scorer.score([document], [[blue]]) == pytest.approx(found[1:2], abs=1e-5)
+    with pytest.raises(ValueError, match="sees no images"):
+        RewardScorer(AssistantConfig(adapter=folders[1])).score([document], [[red]])

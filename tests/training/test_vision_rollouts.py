@@ -134,7 +134,7 @@ def test_pictures_that_environments_show_are_read_in_training_as_in_sampling(row
     (tmp_path / "rewards.py").write_text(f"{REWARD}\nPICTURES = {pictures!r}\n{SHOWING}")
     given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 150}
     del made[1:3]
-    given |= {"environment_images": True, "image_max_tokens": 16, "history": history, "temperature": 2.0}
+    given |= {"environment_images": True, "image_max_tokens": 16, "history": history, "temperature": 2.0, "seed": 2}
     _, metrics = rollouts("run", steps=1, generation_batch_size=8, reward=[], **given | settings)
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
@@ -147,8 +147,29 @@ def test_pictures_that_environments_show_are_read_in_training_as_in_sampling(row
 def test_episodes_go_on_from_pictures_as_training_reads_them(rows, tmp_path, name, history):
     (tmp_path / "rewards.py").write_text(REWARD + ENVIRONMENTS)
     given = {"environment": f"{tmp_path / 'rewards.py'}:{name}", "max_turns": 3, "max_completion_length": 90}
-    _, metrics = rows[1]("run", history=history, steps=1, **given)
+    _, metrics = rows[1]("run", history=history, steps=1, seed=2, **given)
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     turns = [len(line["turns"]) for line in lines if not line["origin"].endswith(":4")]  # which has no picture
     assert max(turns) >= (3 if name == "reply" else 2)
+
+
+@repeats_parts_of("test_another_picture_is_another_run")
+def test_reward_models_see_the_images_of_prompts(rows, folder, tmp_path):
+    made, rollouts = rows
+    pairs = [
+        {"prompt": row["messages"], "images": row["images"]}
+        | {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
+        for row in made[:2]
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    run(folder, tmp_path / "start", method="full", steps=1, epochs=1)
+    model = {"model": str(tmp_path / "start" / "model"), "random_weights": False}
+    given = {"data": [str(tmp_path / "pairs.jsonl")], "objective": "reward", "seq_len": 256, "steps": 2, "epochs": 1}
+    run(folder, tmp_path / "reward", **given, **model)
+    adapter = tmp_path / "reward" / "adapter"
+    del made[2:]
+    rollouts("run", steps=1, generation_batch_size=8, reward=[f"model?folder={adapter}"], **model)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    rewards = [next(iter(line["rewards"].values())) for line in lines]
+    assert len(lines) == 8 and len(set(rewards)) > 2

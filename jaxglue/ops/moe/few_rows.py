@@ -396,7 +396,8 @@ class TritonFewRowsExperts(Launcher):
             stages=tiles.stages,
             programs=tiles.programs * MULTIPROCESSORS,
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
-            **({} if adapter is None else {"R": adapter.A.shape[1], "factor": adapter.scale}),
+            R=0 if adapter is None else adapter.A.shape[1],
+            factor=1.0 if adapter is None else adapter.scale,
         )
         codes = matrices.values.reshape(E * rows, K // 2)
         codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
