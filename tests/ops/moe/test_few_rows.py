@@ -347,7 +347,7 @@ def test_obstacles_are_named(monkeypatch):
     ],
 )
 def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
-    from jax_triton import triton_lib
+    from jaxglue.ops.launch import triton_lib  # where its compiler has been set
 
     compile, texts = triton_lib.compile_ttir_inplace, []
     stored, exact = (None, True) if stored == "exact" else (stored, False)
@@ -360,7 +360,7 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
 
     monkeypatch.setattr(triton_lib, "compile_ttir_inplace", noted)
     half = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=h200)  # noqa: E731
-    E, D, F = 8, 1024, 192
+    E, D, F = 8, 1024 if activation == "swiglu" else 1056, 192  # kernels of other cases are not compiled again
 
     def matrix(rows, columns):
         if stored != "mxfp4":
