@@ -320,20 +320,21 @@ def _part(arrays, ring, values, n, group, first, end, row, GROUP: gl.constexpr, 
 def _compute(scales, up, bias, row_weights, out, table, ring, values, GROUP: gl.constexpr, spec: gl.constexpr):
     """Compute a warpgroup's rows of all parts of a program.
 
-    Half of a tile's tokens are multiplied or all, of which the last may be others that are not stored.
+    Half of a tile's tokens are multiplied or all, 16 at least, of which the last may be others that are not stored.
     """
     arrays = scales, up, bias, row_weights, out
     n = 0
     ITEMS: gl.constexpr = spec.items
     PLACES: gl.constexpr = spec.places
     ALL: gl.constexpr = spec.block_m
-    FEW: gl.constexpr = ALL if ALL == 16 else ALL // 2
     for item in range(gl.program_id(0), ITEMS, spec.programs):
         group, first, end, row = _assignment(table, item, spec)
         if group < spec.E:
             row += GROUP * GROUP_ROWS
-            if end - first <= FEW:
-                _part(arrays, ring, values, n, group, first, end, row, GROUP, FEW, spec)
+            if ALL == 16:
+                _part(arrays, ring, values, n, group, first, end, row, GROUP, ALL, spec)
+            elif end - first <= ALL // 2:
+                _part(arrays, ring, values, n, group, first, end, row, GROUP, ALL // 2, spec)
             else:
                 _part(arrays, ring, values, n, group, first, end, row, GROUP, ALL, spec)
             n += PLACES
