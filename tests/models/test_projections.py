@@ -74,8 +74,9 @@ def test_each_adapter_has_its_own_dropout(linears):
     assert same == [False, True, False]
 
 
-def test_gpu_matmuls_accumulate_onto_each_other(h200):
+def test_gpu_matmuls_accumulate_onto_each_other(h200, monkeypatch):
     """Only matmuls write arrays as large as x or an output."""
+    monkeypatch.setattr("jaxglue.ops.projection.ordered.compute_capability", lambda: (9, 0))  # no kernels are taken
     M, D = 1024, 512
 
     def shaped(*shape, dtype=jnp.bfloat16):
