@@ -270,6 +270,7 @@ def test_an_answer_beyond_its_time_takes_none_of_the_others(score, caplog):
     assert "reached its limit of 0.5 s with 1 of 3 answers; it gives none" in caplog.text
 
 
+@pytest.mark.slow  # beside other tests of one process its lines can reach another stream
 def test_what_functions_print_steers_no_terminal(score, capfd):
     score("steers")
     said, deadline = "", time.monotonic() + 10
