@@ -161,4 +161,5 @@ def print_lines(process: subprocess.Popen) -> None:
     assert process.stderr is not None
     with suppress(OSError, ValueError), process.stderr:
         while line := process.stderr.readline(_LONGEST_LINE):
-            echo(line.decode(errors="replace").removesuffix("\n"), error=True)
+            with suppress(ValueError):  # of a stream closed here, after which later lines are still read
+                echo(line.decode(errors="replace").removesuffix("\n"), error=True)

@@ -1,6 +1,8 @@
 """Rewards: functions of files in processes with limits, named with their rows where they fail, and shipped ones."""
 
 import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -13,6 +15,7 @@ import pytest
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.given import named_functions
+from jaxglue.rl.process import print_lines
 from jaxglue.rl.prompts import Prompt
 from jaxglue.rl.rewards import Judge, Written, parse_reward
 from jaxglue.rl.sampler import Sample
@@ -136,11 +139,6 @@ def forks_later(completion):
 
 def slow_for_b(completion):
     time.sleep(30 if completion == "b" else 0)
-    return 1
-
-
-def steers(completion):
-    print("\x1b]0;title\x07" + completion)
     return 1
 
 
@@ -270,15 +268,10 @@ def test_an_answer_beyond_its_time_takes_none_of_the_others(score, caplog):
     assert "reached its limit of 0.5 s with 1 of 3 answers; it gives none" in caplog.text
 
 
-@pytest.mark.slow  # beside other tests of one process its lines can reach another stream
-def test_what_functions_print_steers_no_terminal(score, capfd):
-    score("steers")
-    said, deadline = "", time.monotonic() + 10
-    while r"\x1b]0;title\x07a" not in said:  # a thread passes it on
-        assert time.monotonic() < deadline
-        said += capfd.readouterr().err
-        time.sleep(0.02)
-    assert "\x1b" not in said
+def test_what_functions_print_steers_no_terminal(capfd):
+    printing = [sys.executable, "-c", r"import sys; sys.stderr.write('\x1b]0;title\x07a\n')"]
+    print_lines(subprocess.Popen(printing, stderr=subprocess.PIPE))
+    assert r"\x1b]0;title\x07a" in (said := capfd.readouterr().err) and "\x1b" not in said
 
 
 def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
