@@ -390,7 +390,7 @@ class Measurements:
                         print(f"{name}, {engine}: not begun within {self._args.budget:.0f} s", flush=True)
                         continue
                     limit = min(self._args.limit, left)
-                    process = begun.get(engine) or begin(engine, limit)
+                    process = begun[engine] if engine in begun else begin(engine, limit)
                     process.allow(limit)
                     process.until("seconds" if engine == "ours" else "imported_s")
                     for each in engines:  # peers import while this one compiles; ours must know its memory limit

@@ -36,7 +36,7 @@ class DocumentPart(NamedTuple):
     begin: int
     end: int
     images: Sequence[PlacedImage]
-    """Of the whole document."""
+    """Images of the whole document."""
 
 
 @dataclass(frozen=True, kw_only=True)

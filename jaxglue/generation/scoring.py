@@ -284,9 +284,8 @@ class TextScorer:
             firsts = rules.firsts(text, [image.grid for image in seen])
             placed = map(PlacedImage, firsts, decode(seen, rules.processor))
             parts.append(DocumentPart(0, len(text), [*placed]))
-        images_: Any = rules.rows(tokens, [parts]).with_patches()
-        tokens_: Any = tokens
-        return replace(batch, tokens=tokens_, images=images_)
+        changed: dict[str, Any] = {"images": rules.rows(tokens, [parts]).with_patches(), "tokens": tokens}
+        return replace(batch, **changed)
 
     def _without_padding(self, document: Sequence[int] | np.ndarray) -> np.ndarray:
         tokens = np.asarray(document, np.int32)

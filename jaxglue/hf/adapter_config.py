@@ -234,10 +234,10 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
 
 def saved_modules(raw: Mapping[str, Any]) -> set[str]:
     """Return the last names of the modules that PEFT saves whole; of a list's also their places."""
-    return {_LAST.search(name)[0] for name in raw.get("modules_to_save") or ()}  # type: ignore[index]
+    return {_BEFORE_LAST.sub("", name) for name in raw.get("modules_to_save") or ()}
 
 
-_LAST = re.compile(r"[^.]*(\.\d+)?$")
+_BEFORE_LAST = re.compile(r"^.*\.(?!\d+$)")
 
 
 def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:

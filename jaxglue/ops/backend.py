@@ -261,8 +261,8 @@ UNTRIED: set[str] = {
     "crowded rows in one order",
     "states asked for first",
 }
-"""Kernels and the like that no GPU has run since they were last changed. Tests marked gpu run them; until these have
-passed, no other call does."""
+"""Kernels and the like that no GPU has run, or timed, since they were last changed. Tests marked gpu run them; until
+these have passed, no other call does."""
 
 
 def check_tried(kernel: str) -> None:

@@ -416,8 +416,8 @@ class Judge:
                     for group in written
                 ]
             elif spec.folder is not None:
-                answers = [(group.prompt, sample) for group in written for sample in group.samples]
-                documents, images = [_document(*each) for each in answers], [_images(*each) for each in answers]
+                read = [_document(group.prompt, sample) for group in written for sample in group.samples]
+                documents, images = [tokens for tokens, _ in read], [shown for _, shown in read]
                 found[:, :, column] = np.reshape(self._models[spec.name].score(documents, images), found.shape[:2])
         for (row, column), task in tasks.items():
             found[row, :, column] = task.result()
@@ -542,17 +542,12 @@ def _check_values(name: str, prompts: Sequence[Prompt]) -> None:
             raise ValueError(f"--reward {name}, {prompt.origin}: {error}") from None
 
 
-def _document(prompt: Prompt, sample: Sample) -> list[int]:
-    """Return an answer's tokens after its prompt; of a conversation in several rows, those of the last."""
-    *_, row = sample.rows(prompt.tokens)
-    return [*row.prompt, *sample.tokens[row.start : row.end].tolist()]
-
-
-def _images(prompt: Prompt, sample: Sample) -> list[Image]:
-    """Return the images of `_document`."""
+def _document(prompt: Prompt, sample: Sample) -> tuple[list[int], list[Image]]:
+    """Return an answer's tokens after its prompt, and their images; of a conversation in several rows, the last's."""
     *_, row = sample.rows(prompt.tokens)
     shown = () if sample.episode is None else sample.episode.images
-    return [*map(Image.of, prompt.records), *shown[: len(row.firsts)]]
+    tokens = [*row.prompt, *sample.tokens[row.start : row.end].tolist()]
+    return tokens, [*map(Image.of, prompt.records), *shown[: len(row.firsts)]]
 
 
 def _checked(rewards: Sequence[float | None], count: int, where: str) -> list[float]:

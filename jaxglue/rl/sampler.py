@@ -58,7 +58,7 @@ class Episode(NamedTuple):
     name: str = ""
     """Of the environment's own reward, of which those of turns are parts."""
     images: Sequence[Image] = ()
-    """Those that the environment showed."""
+    """Images that the environment showed."""
     firsts: Sequence[list[int]] = ()
     """First tokens of those of them that each row has; none for no rows."""
 

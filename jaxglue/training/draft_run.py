@@ -1,4 +1,4 @@
-"""What a run of `jaxglue draft` has on disk until its head is written: its settings, answers and checkpoints."""
+"""Keep the settings, answers and checkpoints of a run of `jaxglue draft` on disk until its head is written."""
 
 import hashlib
 import shutil

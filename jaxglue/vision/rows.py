@@ -111,7 +111,7 @@ class PlacedImage(NamedTuple):
     """An image among tokens."""
 
     first: int
-    """Of the tokens that stand for its features."""
+    """First of the tokens that stand for its features."""
     image: Image
 
 

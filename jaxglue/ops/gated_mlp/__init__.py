@@ -145,13 +145,13 @@ def _apply_without_gradients(x, parts: GatedParts, conditions: Conditions, strea
 def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
     """Let the activation's kernels form the adapters' products where they read the projections."""
     assert not isinstance(x, FP8Rows)
-    matrices, static = _matrices(parts), StaticConditions.of(conditions)
+    static = StaticConditions.of(conditions)
     if static.in_one_order and (fed := _apply_in_order(x, parts, conditions, stream, activation)) is not None:
         return fed
     (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    y, low_rank = lora_swiglu(gate, up, low_rank, matrices, activation=activation, exact=static.exact)
+    y, low_rank = lora_swiglu(gate, up, low_rank, _matrices(parts), activation=activation, exact=static.exact)
     (product,) = multiply(y, parts[2:], conditions)
     low_rank = checkpoint_name(used_ranks(low_rank, conditions), names.LOW_RANK)
     return add_to_stream(stream, parts.down, product, low_rank, conditions)

@@ -55,7 +55,7 @@ class ExpertsTiles:
     shrink_k: int | None = 512
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
     ring: RingTiles | None = None
-    """Of GPT-OSS's experts in MXFP4; None reads them as other formats."""
+    """Tiles of the ring that reads GPT-OSS's experts in MXFP4; None reads them as other formats."""
 
 
 _TILES = {

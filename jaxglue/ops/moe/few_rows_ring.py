@@ -46,7 +46,7 @@ class RingSpec:
     """Places of the ring."""
     programs: int
     registers: tuple[int, int]
-    """Of a thread that multiplies, and of one that loads."""
+    """Registers of a thread that multiplies, and of one that loads."""
     R: int = 0
     """Rank of the experts' adapter; 0 without."""
     factor: float = 1.0

@@ -24,17 +24,17 @@ class AdaptedSpec:
     R: int
     """Ranks of each adapter."""
     widths: tuple[int, ...]
-    """Rows of the weight."""
+    """Rows of each weight."""
     firsts: tuple[int, ...]
-    """Its first tile; gate and up share theirs."""
+    """First tile of each weight; gate and up share theirs."""
     tiles: int
-    """Of all weights."""
+    """Tiles of all weights."""
     factors: tuple[float, ...]
-    """Of its adapter's second matrix."""
+    """Factor of each adapter's second matrix."""
     part: int | None
     """Columns of a part of the adapters' sums, which are then added one after another; None for whole sums."""
     activation: str | None
-    """Of the gate, where the weights are gate and up."""
+    """Activation of the gate, where the weights are gate and up."""
     block_m: int
     block_n: int
     block_k: int
