@@ -98,7 +98,7 @@ _GRANITE_4 = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "shared_mlp.inpu
 _SMALL: dict[str, Any] = {
     "tokens": 2048,
     "checkpointing": ("none", "device", "offload"),
-    "engines": ENGINES,
+    "engines": ("ours", "unsloth", "liger", "peft"),
     "steps": 16,
 }
 """A small batch, which most people train on."""

@@ -30,7 +30,9 @@ _ENVIRONMENT = {
     "UNSLOTH_SKIP_TORCHVISION_CHECK": "1",
     "UNSLOTH_EXPERIMENTAL_HYBRID_PACKING": "1",  # else it packs no Mamba-2
     "UNSLOTH_FORCE_SINGLE_COMPILE_WORKER": "0",  # else one thread compiles where a container names its GPUs
-    "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
+    "UNSLOTH_COMPILE_LOCATION": os.path.join(
+        tempfile.gettempdir(), f"unsloth_compiled_{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    ),  # else in the working folder, where processes beside each other write the same files
 }
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
