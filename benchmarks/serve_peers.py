@@ -24,6 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,9 +171,9 @@ def _answers(port: int) -> bool:
         return False
 
 
-def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> list[dict]:
-    """Return a row for each number of requests at a time."""
-    rows, host = [], HostMemory()
+def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> Iterator[dict]:
+    """Yield a row for each number of requests at a time."""
+    host = HostMemory()
     command, environment = command_of(server, model, args.port, args)
     with serving(command, environment, args.port, log, args.limit) as start:
         for streams in args.streams:
@@ -187,9 +188,15 @@ def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> li
             row |= {"tokens/s": round(made / seconds, 1), "seconds": round(seconds, 2)}
             row |= _quantiles("answer s", [answer.seconds for answer in whole])
             row |= _quantiles("first token s", [answer.first for answer in streamed])
-            rows.append(row | {"start s": round(start, 1), "host GiB": host.added(), "GPU GiB": gpu_memory()})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield row | {"start s": round(start, 1), "host GiB": host.added(), "GPU GiB": gpu_memory()}
+
+
+def told(server: str, model: Path, args: argparse.Namespace, log: Path) -> Iterator[dict]:
+    """Yield a server's rows, and its error where one ends it: others are measured all the same."""
+    try:
+        yield from measure(server, model, args, log)
+    except (RuntimeError, OSError) as error:
+        yield {"server": server, "error": str(error)}
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float]:
@@ -240,12 +247,9 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         model = Path(scratch) / args.shape
         make_model(model, SHAPES[args.shape])
-        for server in args.servers:
-            try:
-                rows += measure(server, model, args, logs / f"{server}.log")
-            except RuntimeError as error:
-                rows.append({"server": server, "error": str(error)})
-                print(json.dumps(rows[-1]), flush=True)
+        for row in chain.from_iterable(told(server, model, args, logs / f"{server}.log") for server in args.servers):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
             if args.json:
                 write_results(args.json, {"rows": rows, "ratios": ratios(_done(rows))}, gpu=ask_gpu("name") or "none")
     for part in (_done(rows), ratios(_done(rows))):

@@ -152,7 +152,10 @@ def main() -> None:
         wheels = sorted(args.wheels.glob("*.whl")) if args.wheels else download(Path(scratch) / "wheels")
         for wheel in wheels:
             unpack(wheel, site)
-        with lzma.open(archive, "wb", preset=6) as file, tarfile.open(fileobj=file, mode="w") as packed:
+        with (
+            lzma.open(archive, "wb", preset=9 | lzma.PRESET_EXTREME) as file,
+            tarfile.open(fileobj=file, mode="w") as packed,
+        ):
             packed.add(site, arcname=".")
         pieces = cut(archive, args.folder, int(args.mebibytes * 2**20))
         print(f"{len(wheels)} wheels, {archive.stat().st_size / 2**20:.1f} MiB in {pieces} pieces")
