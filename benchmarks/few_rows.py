@@ -2,9 +2,10 @@
 
     python benchmarks/few_rows.py --json benchmarks/results/few_rows.json
 
-Matrices are Qwen3-8B's, several layers' worth in one program, without XLA's Triton matmuls, as in windows. Rows are
-printed as they come. `error` is the relative difference from float32, and `again` whether a second run gave the same
-bits.
+    python benchmarks/few_rows.py --matrices "q, k, v of gpt-oss-20b" --kernels triton --tiles 64/4/4/264 --fp8-rows
+
+Matrices are several layers' worth in one program, without XLA's Triton matmuls, as in windows. Rows are printed as
+they come. `error` is the relative difference from float32, and `again` whether a second run gave the same bits.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from jaxglue.ops import backend
 from jaxglue.ops.projection import Projection, adapted_projection
 from jaxglue.ops.projection.few_rows import FEW_ROWS, gate_few_rows, project_few_rows
 from jaxglue.ops.projection.few_rows_operands import MOST_ROWS
-from jaxglue.ops.projection.few_rows_triton import TritonFewRows
+from jaxglue.ops.projection.few_rows_triton import FewRowsTiles, TritonFewRows
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.projection.fp8_adapters import QuantizedRows
 from jaxglue.ops.quant.fp8 import quantize_fp8
@@ -33,12 +34,16 @@ MATRICES = {
     "q, k, v": (4096, (4096, 1024, 1024)),
     "o": (4096, (4096,)),
     "down": (12288, (4096,)),
+    "q, k, v of gpt-oss-20b": (2880, (4096, 512, 512)),
+    "o of gpt-oss-20b": (4096, (2880,)),
 }
-"""Inputs, and outputs of the projections that share them."""
+"""Inputs, and outputs of the projections that share them; Qwen3-8B's but for those named."""
 KERNELS: dict[str, Callable[[], Any]] = {
     "triton": lambda: TritonFewRows.of((9, 0)),
     "cublas": lambda: None,
 }
+DEFAULT = ("gate, up", "q, k, v", "o", "down")
+"""Matrices that are timed unless others are named."""
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 LARGE = 2e8
 """Values of the weights in a program."""
@@ -53,9 +58,18 @@ class Case(NamedTuple):
     kernel: str
 
 
+def kernels_of(name: str) -> Any:
+    """Return kernels by name, or ours with tiles of 64 rows by columns/warps/stages/programs; None of cuBLAS."""
+    if name in KERNELS:
+        return KERNELS[name]()
+    block_k, num_warps, num_stages, programs = map(int, name.split("/"))
+    compiled = {"num_warps": num_warps, "num_stages": num_stages, "programs": programs}
+    return TritonFewRows.of((9, 0), tiles=FewRowsTiles(block_n=64, block_k=block_k, **compiled))
+
+
 def products(case: Case) -> Callable:
     """Return a function of (x, weights of several layers, stream or None) that gives the products of each layer."""
-    kernels = KERNELS[case.kernel]()
+    kernels = kernels_of(case.kernel)
 
     def one(x, weights, stream) -> list[jax.Array]:
         parts = [Projection(weight=weight) for weight in weights]
@@ -70,7 +84,7 @@ def products(case: Case) -> Callable:
     return lambda x, layers, stream: [one(x, weights, stream) for weights in layers]
 
 
-def draw_weights() -> dict[bool, dict[str, list[tuple]]]:
+def draw_weights(names: Sequence[str]) -> dict[bool, dict[str, list[tuple]]]:
     """Return the weights of several layers by name, in bfloat16 (False) and stored for FP8 (True)."""
     dense = {
         name: [
@@ -78,6 +92,7 @@ def draw_weights() -> dict[bool, dict[str, list[tuple]]]:
             for c in range(max(2, int(LARGE // (sum(sizes) * K))))
         ]
         for name, (K, sizes) in MATRICES.items()
+        if name in names
     }
     return {
         False: dense,
@@ -91,7 +106,7 @@ def compile_products(cases: Sequence[Case], weights: dict[bool, dict]) -> list[t
 
     def compiled(case: Case) -> tuple[Any, tuple]:
         K, sizes = MATRICES[case.name]
-        stream = draw(8, 1, case.rows, sizes[0]) if case.name in ("o", "down") else None
+        stream = draw(8, 1, case.rows, sizes[0]) if len(sizes) == 1 else None
         arguments = draw(7, 1, case.rows, K), weights[case.fp8][case.name], stream
         try:
             with FEW_ROWS.using(None):
@@ -129,6 +144,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--fp8-rows", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
+    parser.add_argument("--matrices", nargs="+", choices=list(MATRICES), default=list(DEFAULT))
+    parser.add_argument("--tiles", nargs="*", default=[], help="also our kernel by columns/warps/stages/programs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     backend.UNTRIED.clear()
@@ -141,9 +158,10 @@ def main() -> None:
             write_results(args.json, {"products": results})
 
     print(jax.devices()[0].device_kind, flush=True)
-    sizes, weights = [(rows, False) for rows in args.rows] + [(rows, True) for rows in args.fp8_rows], draw_weights()
-    for (rows, fp8), kernel in itertools.product(sizes, args.kernels):
-        names = MATRICES if kernel != "triton" or rows <= MOST_ROWS else ("gate, up", "q, k, v")
+    sizes = [(rows, False) for rows in args.rows] + [(rows, True) for rows in args.fp8_rows]
+    weights = draw_weights(args.matrices)
+    for (rows, fp8), kernel in itertools.product(sizes, [*args.kernels, *args.tiles]):
+        names = [n for n in args.matrices if kernel == "cublas" or rows <= MOST_ROWS or len(MATRICES[n][1]) > 1]
         cases = [Case(rows, name, fp8, kernel) for name in names]
         for case, (program, arguments) in zip(cases, compile_products(cases, weights), strict=True):
             show(time_products(case, program, arguments))

@@ -2,6 +2,7 @@
 
     python benchmarks/generation.py --rows all --json benchmarks/results/generation.json
     python benchmarks/generation.py --shape qwen3-0.6b --streams 1 64 --requests 0
+    python benchmarks/generation.py --rows gpt-oss-20b --compare "experts' rings by even shares"    # and those in use
 
 `--rows` names settings of the table in docs/generation.md; other flags describe one setting.
 
@@ -21,7 +22,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -111,7 +112,7 @@ class Model:
     def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None):
         self.model = _unlike(random_model(config, dtype=dtype)) if model is None else model
         graphdefs, *self.trees = split_model(self.model, nnx.LoRAParam)
-        self.config, self.dtype, self.rank = config, dtype, 0
+        self.config, self.dtype, self.kv_cache, self.rank = config, dtype, kv_cache, 0
         self.engine = Engine(graphdefs, config, dtype=dtype, kv_cache=kv_cache)
         embedding = 0 if graphdefs.lm_head is None else self.model.embed_tokens.weight[...].nbytes
         self.read_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.trees)) - embedding
@@ -153,9 +154,24 @@ class Model:
     def with_lora(self, rank: int) -> "Model":
         """Return the model with a live adapter on all linear layers."""
         add_lora(self.model, LoraConfig(rank=rank, alpha=2 * rank), rngs=nnx.Rngs(0))
-        model = Model(self.config, self.dtype, model=self.model)
-        model.rank = rank
+        self.rank = rank
+        return self.again()
+
+    def again(self) -> "Model":
+        """Return the model with programs of its own."""
+        model = Model(self.config, self.dtype, self.kv_cache, model=self.model)
+        model.rank = self.rank
         return model
+
+    def beside(self, kernels: Collection[str]) -> Iterator[tuple[dict[str, str], "Model"]]:
+        """Yield the model by kernels in use, and by these of `UNTRIED`, each with what its rows say."""
+        yield {}, self
+        if kernels:
+            backend.UNTRIED.difference_update(kernels)
+            jax.clear_caches()
+            yield {"untried": ", ".join(kernels)}, self.again()
+            backend.UNTRIED.update(kernels)
+            jax.clear_caches()
 
     def compile(self, requests: Sequence[Request], plan: CachePlan) -> float:
         """Compile all programs for requests of this kind; return the seconds."""
@@ -324,8 +340,10 @@ def time_prefill(model: Model, count: int, prompt: int, flops: float) -> dict:
     }
 
 
-def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool) -> None:
-    """Time all that a setting has; show(kind, row) takes each row as it comes."""
+def measure(
+    setting: Setting, rate: float, flops: float, show, *, profile: bool, compared: Collection[str] = ()
+) -> None:
+    """Time all that a setting has, steps also by kernels to compare; show(kind, row) takes each row as it comes."""
     config = config_from_hf(SHAPES[setting.shape]).quantized(setting.quantize)
     model, plan = Model(config, jnp.bfloat16, setting.kv_cache), None
     show("weights", {"GiB": round(model.read_bytes / 2**30, 2)})
@@ -337,16 +355,18 @@ def measure(setting: Setting, rate: float, flops: float, show, *, profile: bool)
     plans = {
         n: plan if n >= 8 and plan and setting.context + STEPS <= plan.table * PAGE else None for n in setting.streams
     }
-    for streams, own in plans.items():
-        show("steps", time_steps(model, streams, setting.context, rate, own))
+    for by, engine in model.beside(compared):
+        for streams, own in plans.items():
+            show("steps", by | time_steps(engine, streams, setting.context, rate, own))
     if setting.prompts:
         show("prefill", time_prefill(model, setting.prompts, 500, flops))
     if setting.lora:
-        adapted = model.with_lora(setting.lora)
-        for streams in setting.streams[-2:]:
-            show("steps", {"lora": setting.lora} | time_steps(adapted, streams, setting.context, rate))
-            if profile:
-                show("profile", {"lora": setting.lora} | profile_steps(adapted, streams, setting.context, None))
+        for by, adapted in model.with_lora(setting.lora).beside(compared):
+            for streams in setting.streams[-2:]:
+                shown = by | {"lora": setting.lora}
+                show("steps", shown | time_steps(adapted, streams, setting.context, rate))
+                if profile:
+                    show("profile", shown | profile_steps(adapted, streams, setting.context, None))
     for streams in setting.streams[-2:] if profile else ():
         show("profile", profile_steps(model, streams, setting.context, plans[streams]))
     if setting.adapters:
@@ -370,13 +390,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=CONTEXT, help="mean tokens that a stream sees")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 500 tokens to prefill")
     parser.add_argument("--requests", type=int, default=512, help="uneven answers; 0 for none")
-    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
+    parser.add_argument("--untried", nargs="*", help="take these kernels that no GPU has run, too; none named: all")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], help="time steps once more, by these kernels that no GPU has run"
+    )
     parser.add_argument("--profile", action="store_true", help="show the time of each kernel of some windows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     take_fitting_blocks(os.environ)
-    if args.untried:
-        backend.UNTRIED.clear()
+    if args.untried is not None:
+        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
+    if unknown := set(args.compare) - backend.UNTRIED:
+        parser.error(f"--compare: UNTRIED has no {', '.join(sorted(unknown))}, but {', '.join(backend.UNTRIED)}")
     own = {name: getattr(args, name) for name in asdict(Setting(shape="")) if name != "streams"}
     settings = {name: ROWS[name] for name in (ROWS if "all" in args.rows else args.rows)}
     settings = settings or {args.shape: Setting(**own, streams=tuple(args.streams))}
@@ -394,7 +419,7 @@ def main() -> None:
             if args.json:
                 write_results(args.json, results)  # as they come, for runs that are cut short
 
-        measure(setting, rate, flops, show, profile=args.profile)
+        measure(setting, rate, flops, show, profile=args.profile, compared=args.compare)
 
 
 if __name__ == "__main__":

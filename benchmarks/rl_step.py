@@ -383,7 +383,7 @@ def read_flags(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--matmul", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--exact", action="store_true", help="sample with the bits of training")
     parser.add_argument("--plain-experts", action="store_true", help="adapters on all linear layers but the experts")
-    parser.add_argument("--untried", action="store_true", help="take kernels that no GPU has run, too")
+    parser.add_argument("--untried", nargs="*", help="take these kernels that no GPU has run, too; none named: all")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence from a reference")
     parser.add_argument("--norm", type=float, default=3.5, help="scale of the final norm")
     parser.add_argument("--model", type=Path, help="folder of a trained model, in place of random weights")
@@ -416,8 +416,8 @@ def main() -> None:
     take_fitting_blocks(os.environ)
     if args.drafts != "off":
         accept_drawn(args.accepted)
-    if args.untried:
-        backend.UNTRIED.clear()
+    if args.untried is not None:
+        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         if bench is None:
