@@ -134,6 +134,8 @@ class Workload:
     """Bytes of other models on the GPU, such as a teacher, and of images beside the text."""
     tower: "TowerWork | None" = None
     """Images whose tower runs in each step; None where there are none, or their features are kept."""
+    targets: float = 1.0
+    """Share of the tokens with a loss, about, in rows that have a bound of them (`Batch.room`)."""
     batches_known: bool = False
     """Batches are known before the weights, which tell the shapes of a step's programs."""
 
@@ -159,6 +161,7 @@ class Workload:
             tile=None,
             exact=False,
             document_lengths=(),
+            targets=1.0,
             other_models=0,
             tower=None,
         )

@@ -1,7 +1,7 @@
 """Features of images by a frozen tower: computed once, and kept in the host's memory and on disk."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -97,7 +97,15 @@ class ImageFeatures:
 
     def __call__(self, rows: RowImages) -> Images:
         """Return the images of rows with their features."""
-        features = self.of([image for row in rows.rows for image in row])
+        return self._laid(rows, self.of([image for row in rows.rows for image in row]))
+
+    def ahead(self, rows: RowImages) -> Images | RowImages:
+        """Return the images of rows with their features where memory holds all of them; else as they are."""
+        known = {image.cache_key: self._kept.get(image.cache_key) for row in rows.rows for image in row}
+        features = {key: each for key, each in known.items() if each is not None}
+        return self._laid(rows, features) if len(features) == len(known) else rows
+
+    def _laid(self, rows: RowImages, features: Mapping[tuple, np.ndarray]) -> Images:
         return rows.with_features(lambda image: features[image.cache_key], self._width, self._dtype)
 
     def of(self, images: Iterable[Image]) -> dict[tuple, Float[np.ndarray, "I D"]]:

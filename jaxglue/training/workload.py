@@ -163,6 +163,7 @@ def make_workload(
     *,
     has_data: bool = True,
     tower: TowerWork | None = None,
+    targets: float = 1.0,
 ) -> Workload:
     """Return a run's workload on one GPU of a mesh.
 
@@ -172,7 +173,7 @@ def make_workload(
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
         has_data: the run reads its data, rather than a session's caller.
-        tower: of `Workload`.
+        tower, targets: of `Workload`.
     """
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
@@ -197,6 +198,7 @@ def make_workload(
         + draft_bytes(config, model, mesh)
         + tower_bytes(model, tokens, dtype),
         tower=tower,
+        targets=targets,
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

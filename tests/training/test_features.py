@@ -60,6 +60,15 @@ def test_features_are_those_of_each_image_alone_and_made_once(seen):
     assert features.bytes == sum(expected.nbytes for expected in seen[4])
 
 
+def test_known_features_are_laid_ahead_with_the_same_bits(seen):
+    features, _ = features_of(seen)
+    rows = rows_of(seen, 1, 3)
+    assert features.ahead(rows) is rows  # threads leave the device alone
+    made = features(rows)
+    jax.tree.map(np.testing.assert_array_equal, features.ahead(rows), made)
+    assert isinstance(features.ahead(rows_of(seen, 1, 2)), RowImages)
+
+
 def test_company_changes_no_bit(seen):
     first = features_of(seen)[0](rows_of(seen, 0, 1, 2, 3, 4)).features
     features = features_of(seen)[0]
