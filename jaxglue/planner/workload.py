@@ -132,6 +132,8 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
     other_models: int = 0
     """Bytes of other models on the GPU, such as a teacher, and of images beside the text."""
+    host_tower: bool = False
+    """A frozen tower is in host memory, and on the GPU only while it runs, between steps."""
     tower: "TowerWork | None" = None
     """Images whose tower runs in each step; None where there are none, or their features are kept."""
     targets: float = 1.0

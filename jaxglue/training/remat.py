@@ -373,12 +373,13 @@ def agree_on_mesh(
     has_data: bool = True,
     tower: TowerWork | None = None,
     targets: float = 1.0,
+    host_tower: bool = False,
 ) -> tuple[Workload, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ.
 
     The arguments are those of `choose_mesh`.
     """
-    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets}
+    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
     if processes.is_main:
         workload, remat = choose_mesh(config, model, document_lengths, steps, **rows)
         settings = {
@@ -414,6 +415,7 @@ def choose_mesh(
     has_data: bool = True,
     tower: TowerWork | None = None,
     targets: float = 1.0,
+    host_tower: bool = False,
 ) -> tuple[Workload, RematChoice]:
     """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
@@ -423,7 +425,7 @@ def choose_mesh(
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
         has_data: of `make_workload`.
-        tower, targets: of `Workload`.
+        tower, targets, host_tower: of `Workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -439,7 +441,7 @@ def choose_mesh(
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
-    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets}
+    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
     workload_of = partial(make_workload, config, model, document_lengths, **rows)
     explain, refused = config.run.explain, []
     for shape in shapes:

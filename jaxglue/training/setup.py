@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.dataset import TokenDataset
@@ -81,7 +81,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     tower = _tower_work(config, data, processes)
-    expected = {"steps": _expected_steps(planned, data), "tower": tower, "targets": _target_share(data)}
+    expected: dict[str, Any] = {"steps": _expected_steps(planned, data), "tower": tower}
+    expected |= {"targets": _target_share(data), "host_tower": _leaves_device(config, model, processes)}
     workload, remat = agree_on_mesh(planned, model, lengths, processes, **expected)
     source.check(workload.mesh, processes, vocabulary.tokenizer)
     batches, eval_batches, total_steps = source.batches(data, workload)
@@ -222,6 +223,13 @@ def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -
         return None
     store = data.train.store
     return TowerWork(images=len(images) / float(store.lengths.sum()), patches=float(images.grids.prod(1).mean()))
+
+
+def _leaves_device(config: TrainConfig, model: DecoderConfig, processes: Processes) -> bool:
+    """Return whether a tower is on the GPU only while it runs, between steps: samples and rollouts need it anew."""
+    keeps = _keeps_features(config.model.train_vision, processes) and config.model.image_features != "off"
+    answers = config.objective.kind.needs_rollouts or config.run.sample_image
+    return model.vision is not None and keeps and not answers
 
 
 def _target_share(data: PreparedData) -> float:

@@ -309,6 +309,8 @@ def prepare_steps(
         )
     parts.small_blocks = small_blocks
     see_images(parts, trainable, frozen)
+    if parts.features and run.workload.host_tower:
+        frozen = parts.features.move_tower(frozen)
     state = TrainState(trainable, frozen, optimizer.init(trainable))
     if run.draft is None:
         return parts, state
@@ -347,6 +349,8 @@ def restart(parts: StepParts, state: TrainState) -> TrainState:
     """Return the state before step 1; free the present one."""
     _delete((state.saved, state.spent, state.frozen))
     _, trainable, frozen = build_parameters(parts.run, parts.layout)
+    if parts.features and parts.run.workload.host_tower:
+        frozen = parts.features.move_tower(frozen)
     first = TrainState(trainable, frozen, parts.optimizer.init(trainable))
     if parts.draft and state.draft is not None:
         return first._replace(draft=parts.draft.first())

@@ -69,6 +69,15 @@ def test_known_features_are_laid_ahead_with_the_same_bits(seen):
     assert isinstance(features.ahead(rows_of(seen, 1, 2)), RowImages)
 
 
+def test_a_tower_in_host_memory_makes_the_same_bits_and_comes_back(seen):
+    frozen, rows = seen[2][1], rows_of(seen, 0, 1)
+    features, expected = features_of(seen)[0], features_of(seen)[0](rows).features
+    moved = features.move_tower(frozen)
+    assert not any(leaf.size for leaf in jax.tree.leaves(moved["embed_tokens"]["vision"]))
+    np.testing.assert_array_equal(features(rows).features, expected)
+    jax.tree.map(np.testing.assert_array_equal, features.with_tower(moved), frozen)
+
+
 def test_company_changes_no_bit(seen):
     first = features_of(seen)[0](rows_of(seen, 0, 1, 2, 3, 4)).features
     features = features_of(seen)[0]
