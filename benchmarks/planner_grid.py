@@ -238,10 +238,10 @@ def line(row: dict) -> dict:
     if "ms" not in row:
         return names | {"ms": row.get("refused", row.get("error", "–"))[:60], "GiB": "–"}
     return names | {
-        "ms": _beside(row["predicted_ms"], row["ms"]),
-        "GiB": _beside(row["predicted_gib"], row["peak_gib"]),
+        "ms": beside(row["predicted_ms"], row["ms"]),
+        "GiB": beside(row["predicted_gib"], row["peak_gib"]),
     }
 
 
-def _beside(predicted: float, measured: float) -> str:
+def beside(predicted: float, measured: float) -> str:
     return f"{predicted:.1f} / {measured:.1f} ({predicted / measured - 1:+.1%})"

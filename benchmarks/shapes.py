@@ -318,6 +318,15 @@ SHAPES = {
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32),
+    "qwen3-vl-8b": _shape(
+        _QWEN3,
+        *(4096, 12288, 36, 32),
+        model_type="qwen3_vl_text",
+        rope_parameters={
+            **{"rope_type": "default", "rope_theta": 5_000_000.0, "mrope_section": [24, 20, 20]},
+            "mrope_interleaved": True,
+        },
+    ),
     "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40),
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64),
     "llama-3.2-1b": _shape(

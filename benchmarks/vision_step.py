@@ -19,7 +19,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
@@ -38,6 +38,7 @@ import jaxglue
 from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data, read_vision
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.training.callbacks import Callback, Decision
 from jaxglue.training.record import read_metrics
 
 SEEING = Path(__file__).resolve().parent.parent / "jaxglue" / "recipes" / "quickstart" / "seeing"
@@ -47,6 +48,7 @@ QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 PEER = Path(__file__).parent / "peers" / "vision.py"
 SHORT = {"largest": 640, "most_words": 384}
 """Of rows whose image and text have fewer than 800 tokens."""
+_PLANNED_EPOCHS = 100
 _GRACE = 60
 """Seconds after the peer's limit, for a step that compiles, until it is killed."""
 
@@ -86,6 +88,11 @@ def around(text: dict[str, Any], raw: dict[str, Any]) -> tuple[dict[str, Any], s
         tokens = {"image_token_id": mark, "boi_token_id": begin, "eoi_token_id": end, "audio_config": None}
         fields = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "vision_config": vision, **tokens}
         return {"model_type": kind, **fields}, "<|image_pad|>"
+    if kind == "qwen3_vl":
+        vision = {"model_type": "qwen3_vl", "patch_size": 16, "out_hidden_size": width}
+        vision |= {"deepstack_visual_indexes": [8, 16, 24]}
+        architectures = ["Qwen3VLForConditionalGeneration"]
+        return {"model_type": kind, "architectures": architectures, "vision_config": vision}, QWEN_MARKS
     vision = {"model_type": "qwen3_5_vision", "patch_size": 16, "out_hidden_size": width}
     return {"vision_config": vision | (TINY_TOWER if is_tiny else {})}, QWEN_MARKS
 
@@ -117,18 +124,31 @@ def as_texts(path: Path, lengths: list[int]) -> Path:
     return path
 
 
+class StopAfter(Callback):
+    """Ends a run after some epochs."""
+
+    def __init__(self, epochs: int):
+        self._epochs = epochs
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> Decision:
+        """Stop after the last epoch's last step."""
+        return "stop" if values.get("epoch", 0) >= self._epochs else None
+
+
 def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
     """Train for the epochs; return tokens per second of each, but for the first steps and padding, and peak memory.
 
-    Rates are those of the loop, which notes when each step ends; rows have about as many tokens each.
+    Rates are those of the loop, which notes when each step ends; rows have about as many tokens each. The plan is that
+    of a long run: of a short one it would weigh the time to compile.
     """
     output = folder / "run"
+    settings = {"callbacks": [StopAfter(args.epochs)], **settings}
     summary = jaxglue.train(
         model=str(model),
         random_weights=True,
         data=[str(data)],
         seq_len=args.seq_len,
-        epochs=args.epochs,
+        epochs=_PLANNED_EPOCHS,
         log_every=1,
         eval_every=100_000,
         output=str(output),
@@ -144,10 +164,13 @@ def measure(folder: Path, model: Path, data: Path, args: argparse.Namespace, **s
         [row["tokens_per_second"] for row in logged if row["step"] > 3 and epoch < row["epoch"] <= epoch + 1]
         for epoch in range(args.epochs)
     ]
+    steps = max(row["step"] / row["epoch"] for row in logged)
     return {
         "tokens_per_second": [harmonic_mean(rates) if rates else None for rates in epochs],
-        "steps_an_epoch": max(row["step"] for row in logged) / args.epochs,
+        "waits": [row["data_wait"] for row in logged],
+        "steps_an_epoch": steps,
         "tokens": tokens,
+        "filled": tokens / (steps * args.seq_len),
         "peak_gib": summary.peak_memory_gb * 1e9 / 2**30,
         "losses": [summary.first_loss, summary.last_loss],
         "gpu": jax.devices()[0].device_kind,

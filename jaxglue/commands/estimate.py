@@ -61,7 +61,8 @@ def make_planner(config: EstimateConfig) -> Planner:
         check_fp8(gpu.capability)
     check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
-    workload = make_workload(config, model, documents, mesh)
+    host_tower = config.image_size is not None and config.model.train_vision == "none"
+    workload = make_workload(config, model, documents, mesh, host_tower=host_tower)
     files = 0.0 if gpu.unified or why_not_mapped(Asked.of(config), mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)

@@ -14,6 +14,8 @@ from jaxglue.ops.collectives import psum, reduce_from
 from jaxglue.ops.row_split import CONTEXT, split_segments, split_tokens
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
+_ROOMS, _LARGEST = 16, 14
+"""Sizes of rows by their targets, each of which is compiled; beyond the largest the head computes all tokens."""
 CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
 """Owners of counted tokens in a unit: the first answer, the second, their prompt; and their number."""
 
@@ -159,6 +161,8 @@ class Batch:
     """Source of each token, in evaluation on several sources only."""
     images: Any = None
     """`Images` of the rows, or on the host `RowImages`; None for text alone."""
+    room: int | None = field(default=None, metadata={"static": True})
+    """Targets with a loss weight in a row, at most, to which the head leaves the others out; None for no bound."""
 
     def split(self, devices: int) -> "Batch":
         """Return the batch, of numpy arrays, with its rows split over so many devices (`split_segments`)."""
@@ -178,6 +182,13 @@ class Batch:
         """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
         unused: Any = None
         return replace(self, segments=replace(self.segments, cu_seqlens=unused, long=False, split=None))
+
+
+def target_room(most: int, seq_len: int) -> int | None:
+    """Return the `Batch.room` of rows with so many targets at most; None where most tokens have one."""
+    step = max(1, seq_len // _ROOMS)
+    room = -(-most // step) * step
+    return room if room <= _LARGEST * step else None
 
 
 def row_of_documents(

@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 from jaxtyping import Int
 
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Batch, target_room
 from jaxglue.data.dataset import TokenDataset, token_values
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 See = Callable[[RowImages], Images]
 """Makes arrays of the images of rows on the host."""
+Ahead = Callable[[RowImages], Images | RowImages]
+"""Does so on a thread that reads ahead, where that is possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,12 @@ class Steps:
     gradient_accumulation_steps: int
     process_index: int
     process_count: int
+    ahead: Ahead | None = None
+    """Applied to the images of rows; None leaves them to `See`."""
     with_sources: bool = False
     """Batches name the source of each token."""
+    targets: int | None = None
+    """Targets of rows, of which the head computes so many or a row's more; None for all tokens."""
 
     def __len__(self) -> int:
         return len(self._first_rows) - 1
@@ -90,7 +96,11 @@ class Steps:
         )
         if batch.images is not None:
             largest = self.dataset.most_features([self.plan.row(row) for row in rows.ravel()])
-            batch = replace(batch, images=replace(batch.images, largest=largest))
+            images = replace(batch.images, largest=largest)
+            batch = replace(batch, images=self.ahead(images) if self.ahead else images)
+        if self.targets is not None and batch.answers is None and batch.reads is None:
+            most = most_targets(self.dataset, [self.plan.row(row) for row in rows.ravel()])
+            batch = replace(batch, room=target_room(max(most, self.targets), self.seq_len))
         if not self.with_sources or self.dataset.sources is None:
             return batch
         members = [self.plan.row(row) for row in own]
@@ -99,16 +109,19 @@ class Steps:
         return replace(batch, sources=sources)
 
 
+def most_targets(dataset: TokenDataset, rows: Iterable[Int[np.ndarray, "documents"]]) -> int:
+    """Return the targets of the row of documents that has most of them."""
+    return max((int(dataset.targets[row].sum()) for row in rows), default=0)
+
+
 def seen(step: Step, see: See) -> Step:
     """Return a step whose images are arrays."""
-    if all(batch.images is None for batch in step.micro_batches):
-        return step
     return replace(step, micro_batches=tuple(seen_batch(batch, see) for batch in step.micro_batches))
 
 
 def seen_batch(batch: Batch, see: See) -> Batch:
     """Return a batch whose images are arrays."""
-    return batch if batch.images is None else replace(batch, images=see(batch.images))
+    return replace(batch, images=see(batch.images)) if isinstance(batch.images, RowImages) else batch
 
 
 class BatchState(TypedDict):
@@ -184,10 +197,13 @@ class BatchIterator(Iterator[Step]):
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
+        self._targets = most_targets(dataset, map(first.row, range(first.rows)))
         self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
         self.see: See = RowImages.with_patches
-        """Applied to each step's images when it is taken; their patches by default."""
+        """Applied to the images of a step when it is taken, which `ahead` left as they were."""
+        self.ahead: Ahead = RowImages.with_patches
+        """Applied to the images of steps while they are read ahead."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
@@ -289,6 +305,8 @@ class BatchIterator(Iterator[Step]):
             plan=plan,
             seq_len=self._seq_len,
             max_segments=self.max_segments,
+            ahead=lambda rows: self.ahead(rows),  # which may be set after this
+            targets=self._targets,
             **self._sizes,
             **self._share,
         )

@@ -52,14 +52,34 @@ class HeadValues:
     @property
     def cross_entropy(self) -> Float[Array, ""]:
         """Return Σ loss weight · cross-entropy, fused with the head."""
-        tokens = self._hidden, self._output.weight[...], self._targets, self._weights
+        hidden, targets, weights = self._counted
         return linear_cross_entropy(
-            *tokens,
+            hidden,
+            self._output.weight[...],
+            targets,
+            weights,
             rows=replaced_rows(self._output),
             columns=low_rank_columns(self._output),
             fp8=self._fp8,
             softcap=self._softcap,
         )
+
+    @property
+    def _counted(self) -> tuple[Float[Array, "N W"], Int[Array, " N"], Float[Array, " N"]]:
+        """Return hidden states, targets and weights of the tokens that count, in order, before some of the others.
+
+        Where the rows have no bound that is below their length, those of all tokens.
+        """
+        tokens = self._hidden, self._targets, self._weights
+        rows, length = self._batch.targets.shape
+        room = self._batch.room
+        if room is None or room >= length:
+            return tokens
+        places = jnp.argsort(self._weights == 0, stable=True)[: rows * room]
+        hidden, targets, weights = (values.at[places].get(unique_indices=True) for values in tokens)
+        # Targets beyond the bound would be left out in silence.
+        missing = jnp.count_nonzero(self._weights) > rows * room
+        return hidden, targets, jnp.where(missing, jnp.nan, weights)
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:

@@ -15,6 +15,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.cost import Cost
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
+from jaxglue.planner.vision import tower_block
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
 
@@ -35,6 +36,8 @@ class ResidentBytes:
     """Other frozen parameters, without those in host memory."""
     host_table: int
     """Embedding tables in host memory."""
+    host_tower: int
+    """A frozen tower in host memory, which is copied to the GPU when it runs, between steps."""
     host_head: int
     """An output projection in host memory, which is copied to the GPU for the head."""
     moments: int
@@ -51,8 +54,8 @@ class ResidentBytes:
 
     @property
     def host_ends(self) -> int:
-        """Return the bytes of embedding tables and output projection in host memory."""
-        return self.host_table + self.host_head
+        """Return the bytes of embedding tables, tower and output projection in host memory."""
+        return self.host_table + self.host_tower + self.host_head
 
     def streamed_layers(self, weights: Sequence[str]) -> list[int]:
         """Return the bytes of each layer's frozen parameters that are streamed, by their places."""
@@ -87,13 +90,15 @@ def _resident_bytes(workload: Workload) -> ResidentBytes:
     on_host = host_parts(frozen) if workload.host_embeddings else {}
     host = {name: tree_bytes(part) for name, part in on_host.items()}
     frozen_ends = sum(tree_bytes(part) for name, part in frozen.items() if name != "layers")
+    tower = tree_bytes(frozen["embed_tokens"].get("vision", {})) if workload.host_tower else 0
     return ResidentBytes(
         trainable_layers=layers,
         trainable_ends=ends,
         trainable_table=tree_bytes(trainable.get("embed_tokens", {})),
         frozen_layers=tuple(tree_bytes(layer) for layer in frozen["layers"]),
-        frozen_ends=frozen_ends - sum(host.values()),
+        frozen_ends=frozen_ends - sum(host.values()) - tower,
         host_table=host.get("embed_tokens", 0),
+        host_tower=tower,
         host_head=host.get("lm_head", 0),
         moments=round(workload.moment_bytes / 4 * trained),
         gradients=max(*layers, *ends) if one_at_a_time else trained,
@@ -155,7 +160,8 @@ class PeakMemory:
         if any(self.streamed):
             lost = max(lost, fitted.UNFILLED * peak)
         peak += max(lost - _SPARE * peak, 0)
-        return int(max(peak, compiled, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
+        between = fitted.PROGRAMS_MEMORY + always + resident.gradients + self._tower_at_work
+        return int(max(peak, compiled, between, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
 
     def _compared(self) -> int:
         """Return the most bytes of copies with which algorithms of a step's matmuls are compared."""
@@ -164,6 +170,12 @@ class PeakMemory:
     def _comparing(self, cost: Cost) -> int:
         """Return the bytes of such copies beside a program's arguments."""
         return 0 if self.compiled_ahead else cost.matmul
+
+    @property
+    def _tower_at_work(self) -> int:
+        """Return the bytes of a tower that runs between steps, with its values."""
+        work = self.workload
+        return self.resident.host_tower + tower_block(work.config, work.dtype) if work.host_tower else 0
 
     @property
     def _layer_inputs(self) -> int:

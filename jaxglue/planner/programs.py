@@ -1,5 +1,6 @@
 """Programs of a workload's layers and head, traced once, without a device, for all plans that share them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jaxglue.data.batch import Answers, Batch, Reads, Rollouts
+from jaxglue.data.batch import Answers, Batch, Reads, Rollouts, target_room
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
@@ -93,6 +94,8 @@ def abstract_batch(workload: Workload) -> Batch:
             of_tokens["teacher"] = jax.ShapeDtypeStruct((*shape, width), workload.dtype)
             of_tokens["teacher_matrix"] = jax.ShapeDtypeStruct((workload.config.vocab_size, width), workload.dtype)
         fields["rollouts"] = Rollouts(owners=ids, **{"advantages": units, "mean_weight": units, **of_tokens})
+    if answers is None and not objective.reads and not objective.needs_rollouts:
+        fields["room"] = target_room(math.ceil(workload.targets * shape[1]), shape[1])
     return Batch(tokens=ids, targets=ids, loss_weights=weights, **fields)
 
 

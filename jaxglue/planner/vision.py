@@ -75,21 +75,30 @@ def tower_seconds(workload: Workload, gpu: Gpu) -> float:
     return passes * images * TowerCost(workload.config, round(workload.tower.patches)).seconds(gpu)
 
 
-def tower_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
+def tower_block(config: DecoderConfig, dtype, patches: int = _ROW) -> int:
+    """Return the bytes of values in a block of a tower at work, by default on a row of those that run once."""
+    tower, size = config.vision, jnp.dtype(dtype).itemsize
+    if tower is None:
+        return 0
+    # Its input and norm, queries, keys and values, turned ones, the hidden layer in float32 and again.
+    return patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
+
+
+def tower_bytes(config: DecoderConfig, tokens: int, dtype, *, between: bool = False) -> int:
     """Return the bytes on a GPU of images' values beside the text's: features of full rows, and a tower at work.
 
     Args:
         config: with the tower.
         tokens: of a micro-batch.
         dtype: of activations.
+        between: the tower runs between steps, when the text's values are not there.
     """
     tower, size = config.vision, jnp.dtype(dtype).itemsize
     if tower is None:
         return 0
     in_steps = tower.trains != "none"
     patches = tokens * tower.merge**2 if in_steps else _ROW
-    # A block: its input and norm, queries, keys and values, turned ones, the hidden layer in float32 and again.
-    block = patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
+    block = 0 if between else tower_block(config, dtype, patches)
     saved = patches * tower.width * size * tower.layers if in_steps else 0
     features = 2 * tower.feature_width(config.hidden_size) + tower.layers_seen * config.hidden_size
     return tokens * features * size + (3 if in_steps else 1) * block + saved

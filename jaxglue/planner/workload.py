@@ -132,8 +132,12 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
     other_models: int = 0
     """Bytes of other models on the GPU, such as a teacher, and of images beside the text."""
+    host_tower: bool = False
+    """A frozen tower is in host memory, and on the GPU only while it runs, between steps."""
     tower: "TowerWork | None" = None
     """Images whose tower runs in each step; None where there are none, or their features are kept."""
+    targets: float = 1.0
+    """Share of the tokens with a loss, about, in rows that have a bound of them (`Batch.room`)."""
     batches_known: bool = False
     """Batches are known before the weights, which tell the shapes of a step's programs."""
 
@@ -159,6 +163,7 @@ class Workload:
             tile=None,
             exact=False,
             document_lengths=(),
+            targets=1.0,
             other_models=0,
             tower=None,
         )

@@ -133,7 +133,8 @@ def explain_divergence(
         first: of the failed steps, before that one where spikes preceded it.
         replay: False where steps cannot be replayed by this process alone.
     """
-    if bad := next((name for name, check in check_parameters(state.frozen) if not check.is_finite), None):
+    frozen = parts.features.with_tower(state.frozen) if parts.features else state.frozen
+    if bad := next((name for name, check in check_parameters(frozen) if not check.is_finite), None):
         return bad_weights(run.base.name, bad)
     cause = _replayed(run, parts, state, checkpoints, error.step, start) if replay else None
     followed = cause is not None and cause.endswith(_ROWS)

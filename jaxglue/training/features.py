@@ -1,12 +1,13 @@
 """Features of images by a frozen tower: computed once, and kept in the host's memory and on disk."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from jaxglue.data.images import ImageReader
 from jaxglue.engine.array_checks import check_arrays
 from jaxglue.engine.executor import Executor
+from jaxglue.engine.transfer import commit, to_device, to_host
 from jaxglue.models.parameters import Params
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.sharding.mesh import place_rows
@@ -85,6 +87,16 @@ class ImageFeatures:
         """Images whose features were computed."""
         self._is_full = False
 
+    def move_tower(self, frozen: Params) -> Params:
+        """Move the tower to host memory, from where it comes when it runs; return the model's parameters without it."""
+        self._frozen = self._frozen | {"vision": to_host(self._frozen["vision"])}
+        unread = jax.tree.map(lambda leaf: jnp.zeros(0, leaf.dtype), self._frozen["vision"])
+        return _with_tower(frozen, commit(unread))
+
+    def with_tower(self, frozen: Params) -> Params:
+        """Return the model's parameters with the tower on the devices."""
+        return _with_tower(frozen, to_device(self._frozen["vision"]))
+
     def _computed_by(self) -> list[Any]:
         """Return what the features depend on, beside the images."""
         weights = check_arrays({"vision": self._trainable.get("vision", {})} | {"frozen": self._frozen["vision"]})
@@ -97,7 +109,15 @@ class ImageFeatures:
 
     def __call__(self, rows: RowImages) -> Images:
         """Return the images of rows with their features."""
-        features = self.of([image for row in rows.rows for image in row])
+        return self._laid(rows, self.of([image for row in rows.rows for image in row]))
+
+    def ahead(self, rows: RowImages) -> Images | RowImages:
+        """Return the images of rows with their features where memory holds all of them; else as they are."""
+        known = {image.cache_key: self._kept.get(image.cache_key) for row in rows.rows for image in row}
+        features = {key: each for key, each in known.items() if each is not None}
+        return self._laid(rows, features) if len(features) == len(known) else rows
+
+    def _laid(self, rows: RowImages, features: Mapping[tuple, np.ndarray]) -> Images:
         return rows.with_features(lambda image: features[image.cache_key], self._width, self._dtype)
 
     def of(self, images: Iterable[Image]) -> dict[tuple, Float[np.ndarray, "I D"]]:
@@ -119,6 +139,7 @@ class ImageFeatures:
 
     def _compute(self, images: list[Image]) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield the features of images by their keys, and keep as many as there is room for."""
+        frozen = self._frozen if not images else self._frozen | {"vision": to_device(self._frozen["vision"])}
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
         merge, align = self._processor.merge**2, self._align
         groups = (
@@ -128,7 +149,7 @@ class ImageFeatures:
         )
         for group in groups:
             placed = place_rows(pack_patches(group, self._processor, self._size, align), self._mesh)
-            values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, self._frozen, placed)))
+            values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, frozen, placed)))
             for line, row in zip(values, group, strict=True):
                 start = 0
                 for image in row:
@@ -162,6 +183,10 @@ class ImageFeatures:
         self._kept[key] = features
         self.bytes += features.nbytes
         return True
+
+
+def _with_tower(frozen: Params, tower: Params) -> Params:
+    return {**frozen, "embed_tokens": {**frozen["embed_tokens"], "vision": tower}}
 
 
 def _of_widths(images: Sequence[Image]) -> list[list[Image]]:

@@ -456,6 +456,8 @@ def _finish(training: Training, begun: float) -> RunSummary:
     best_loss, best_step = training.evaluation.best or (None, None)
     if training.why_stopped:
         context.console.print(training.why_stopped)
+    if training.parts.features:
+        training.state = training.state._replace(frozen=training.parts.features.with_tower(training.state.frozen))
     training.state, result = write_result(
         run,
         training.parts,

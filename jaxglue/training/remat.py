@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 
@@ -372,13 +372,16 @@ def agree_on_mesh(
     *,
     has_data: bool = True,
     tower: TowerWork | None = None,
+    targets: float = 1.0,
+    host_tower: bool = False,
 ) -> tuple[Workload, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ.
 
     The arguments are those of `choose_mesh`.
     """
+    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
     if processes.is_main:
-        workload, remat = choose_mesh(config, model, document_lengths, steps, has_data=has_data, tower=tower)
+        workload, remat = choose_mesh(config, model, document_lengths, steps, **rows)
         settings = {
             "remat": remat.remat,
             "weights": format_weights(remat.weights),
@@ -391,7 +394,7 @@ def agree_on_mesh(
     chosen = processes.all_gather_object(None)[0]
     settings = chosen["settings"]
     mesh = MeshShape.parse(chosen["mesh"])
-    workload = make_workload(config, model, document_lengths, mesh, has_data=has_data, tower=tower)
+    workload = make_workload(config, model, document_lengths, mesh, **rows)
     placed = replace(workload, attention=settings["attention"], tile=settings["tile"])
     asked = replace(
         Asked.of(config),
@@ -411,6 +414,8 @@ def choose_mesh(
     *,
     has_data: bool = True,
     tower: TowerWork | None = None,
+    targets: float = 1.0,
+    host_tower: bool = False,
 ) -> tuple[Workload, RematChoice]:
     """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
@@ -420,7 +425,7 @@ def choose_mesh(
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
         has_data: of `make_workload`.
-        tower: of `Workload`.
+        tower, targets, host_tower: of `Workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -436,7 +441,8 @@ def choose_mesh(
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
-    workload_of = partial(make_workload, config, model, document_lengths, has_data=has_data, tower=tower)
+    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
+    workload_of = partial(make_workload, config, model, document_lengths, **rows)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = workload_of(shape)

@@ -5,9 +5,10 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.formats import PLAIN
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
@@ -51,6 +52,8 @@ from jaxglue.training.workload import normalization, read_architecture, read_ini
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FULLEST = 1.1
+"""Targets of the row with most of them over those of others, about."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +81,9 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     tower = _tower_work(config, data, processes)
-    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data), tower=tower)
+    expected: dict[str, Any] = {"steps": _expected_steps(planned, data), "tower": tower}
+    expected |= {"targets": _target_share(data), "host_tower": _leaves_device(config, model, processes)}
+    workload, remat = agree_on_mesh(planned, model, lengths, processes, **expected)
     source.check(workload.mesh, processes, vocabulary.tokenizer)
     batches, eval_batches, total_steps = source.batches(data, workload)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
@@ -218,6 +223,21 @@ def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -
         return None
     store = data.train.store
     return TowerWork(images=len(images) / float(store.lengths.sum()), patches=float(images.grids.prod(1).mean()))
+
+
+def _leaves_device(config: TrainConfig, model: DecoderConfig, processes: Processes) -> bool:
+    """Return whether a tower is on the GPU only while it runs, between steps: samples and rollouts need it anew."""
+    keeps = _keeps_features(config.model.train_vision, processes) and config.model.image_features != "off"
+    answers = config.objective.kind.needs_rollouts or config.run.sample_image
+    return model.vision is not None and keeps and not answers
+
+
+def _target_share(data: PreparedData) -> float:
+    """Return the share of targets in the row with most of them, about; 1 where rows have no bound of them."""
+    train = data.train
+    if data.stream is not None or not isinstance(train, TokenDataset):
+        return 1.0
+    return min(1.0, _FULLEST * float(train.targets.sum()) / float(train.lengths.sum()))
 
 
 def _keeps_features(trains: Trains, processes: Processes) -> bool:

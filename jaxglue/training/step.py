@@ -118,7 +118,7 @@ class StepParts:
     fp8: FP8Parts | None = None
     """Parts that stay in FP8; None before that is decided, or without it."""
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
-    """Kinds of micro-batches whose programs are compiled: of long documents, one of several, sizes of images."""
+    """Kinds of micro-batches that are compiled: long documents, room for targets, one of several, sizes of images."""
     executors: dict[Objective, Executor] = field(default_factory=dict)
     """Of other objectives, the latest last."""
     norm: Program = field(default_factory=lambda: jit_step(optax.tree.norm))
@@ -209,7 +209,8 @@ def train_step(
         draft, own = parts.draft.finish(state.step)
         state, values = state._replace(draft=draft), {**values, **own}
     state = state._replace(step=state.step + 1)
-    kinds = {(each.segments.long, len(batch.micro_batches) > 1, _image_sizes(each)) for each in batch.micro_batches}
+    several = len(batch.micro_batches) > 1
+    kinds = {(each.segments.long, each.room, several, _image_sizes(each)) for each in batch.micro_batches}
     if kinds <= parts.compiled and parts.compilations() > compilations:
         _log.warning("step %d compiled programs again: its batch has other shapes", state.step)
     parts.compiled |= kinds
@@ -308,6 +309,8 @@ def prepare_steps(
         )
     parts.small_blocks = small_blocks
     see_images(parts, trainable, frozen)
+    if parts.features and run.workload.host_tower:
+        frozen = parts.features.move_tower(frozen)
     state = TrainState(trainable, frozen, optimizer.init(trainable))
     if run.draft is None:
         return parts, state
@@ -338,12 +341,16 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
     for batches in (run.batches, run.eval_batches):
         if batches is not None:
             batches.see = parts.features
+        if isinstance(batches, BatchIterator):
+            batches.ahead = parts.features.ahead
 
 
 def restart(parts: StepParts, state: TrainState) -> TrainState:
     """Return the state before step 1; free the present one."""
     _delete((state.saved, state.spent, state.frozen))
     _, trainable, frozen = build_parameters(parts.run, parts.layout)
+    if parts.features and parts.run.workload.host_tower:
+        frozen = parts.features.move_tower(frozen)
     first = TrainState(trainable, frozen, parts.optimizer.init(trainable))
     if parts.draft and state.draft is not None:
         return first._replace(draft=parts.draft.first())

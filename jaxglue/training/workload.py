@@ -163,6 +163,8 @@ def make_workload(
     *,
     has_data: bool = True,
     tower: TowerWork | None = None,
+    targets: float = 1.0,
+    host_tower: bool = False,
 ) -> Workload:
     """Return a run's workload on one GPU of a mesh.
 
@@ -172,8 +174,9 @@ def make_workload(
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
         has_data: the run reads its data, rather than a session's caller.
-        tower: of `Workload`.
+        tower, targets, host_tower: of `Workload`; a mesh of several GPUs has the tower on each.
     """
+    host_tower = host_tower and mesh.devices == 1
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
@@ -195,8 +198,10 @@ def make_workload(
         reference=kind.needs_reference and may_run_in_steps(config),
         other_models=sum(map(tree_bytes, others))
         + draft_bytes(config, model, mesh)
-        + tower_bytes(model, tokens, dtype),
+        + tower_bytes(model, tokens, dtype, between=host_tower),
+        host_tower=host_tower,
         tower=tower,
+        targets=targets,
         batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

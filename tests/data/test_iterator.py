@@ -1,5 +1,6 @@
 """Epochs, fixed shapes and exactly resumable states."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.data.batch import target_room
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import Encoded
 from jaxglue.data.iterator import BatchIterator, EvalBatches
@@ -206,3 +208,11 @@ def test_steps_of_documents_resume_and_divide_among_processes(iterate):
             step.micro_batches, zip(*(part.micro_batches for part in own), strict=True), strict=True
         ):
             np.testing.assert_array_equal(batch.tokens, np.concatenate([part.tokens for part in pair]))
+
+
+def test_rows_have_room_for_the_targets_of_the_fullest(dataset, iterate):
+    few = dataclasses.replace(dataset, targets=np.ones_like(dataset.targets))
+    batches = micro_batches(iterate(few, epochs=2))
+    most = max(len(np.unique(row)) for batch in batches for row in np.asarray(batch.segments.segment_ids)) - 1
+    assert {batch.room for batch in batches} == {target_room(most, SIZES["seq_len"])} != {None}
+    assert {batch.room for batch in micro_batches(iterate(dataset, epochs=1, seq_len=64))} == {None}

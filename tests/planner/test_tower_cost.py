@@ -61,3 +61,16 @@ def test_a_tower_that_runs_in_each_step_takes_its_time():
     assert [*passes.values()] == pytest.approx([1, 1, 3, 4]) and tower_seconds(replace(work, tower=None), gpu) == 0
     with_tower, without = (Planner(w, gpu).plan(parse_policy("full")) for w in (work, replace(work, tower=None)))
     assert with_tower.seconds - without.seconds == pytest.approx(3 * tower_seconds(work, gpu))
+
+
+def test_a_tower_between_steps_takes_none_of_their_memory():
+    raw, gpu = json.loads((SHIPPED / "quickstart" / "seeing" / "config.json").read_text()), find_gpu("H200")
+    raw["text_config"] |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = with_vision(config_from_hf(raw), raw)
+    work = Workload(config=config, batch_size=2, seq_len=512, lora=LoraConfig())
+    on_device, apart = (Planner(replace(work, host_tower=apart), gpu).predictor for apart in (False, True))
+    tower = apart.resident.host_tower
+    assert tower == on_device.resident.frozen_ends - apart.resident.frozen_ends > 0
+    needs = [each.memory(parse_policy("full")) for each in (on_device, apart)]
+    assert needs[0].host_bytes + tower == needs[1].host_bytes
+    assert needs[1].device_bytes >= apart.resident.total() + tower

@@ -60,6 +60,24 @@ def test_features_are_those_of_each_image_alone_and_made_once(seen):
     assert features.bytes == sum(expected.nbytes for expected in seen[4])
 
 
+def test_known_features_are_laid_ahead_with_the_same_bits(seen):
+    features, _ = features_of(seen)
+    rows = rows_of(seen, 1, 3)
+    assert features.ahead(rows) is rows  # threads leave the device alone
+    made = features(rows)
+    jax.tree.map(np.testing.assert_array_equal, features.ahead(rows), made)
+    assert isinstance(features.ahead(rows_of(seen, 1, 2)), RowImages)
+
+
+def test_a_tower_in_host_memory_makes_the_same_bits_and_comes_back(seen):
+    frozen, rows = seen[2][1], rows_of(seen, 0, 1)
+    features, expected = features_of(seen)[0], features_of(seen)[0](rows).features
+    moved = features.move_tower(frozen)
+    assert not any(leaf.size for leaf in jax.tree.leaves(moved["embed_tokens"]["vision"]))
+    np.testing.assert_array_equal(features(rows).features, expected)
+    jax.tree.map(np.testing.assert_array_equal, features.with_tower(moved), frozen)
+
+
 def test_company_changes_no_bit(seen):
     first = features_of(seen)[0](rows_of(seen, 0, 1, 2, 3, 4)).features
     features = features_of(seen)[0]

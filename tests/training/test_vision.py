@@ -80,6 +80,7 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
     _, again = run(folder, tmp_path / "resumed", save_every=1, steps=len(kept), resume=True, overwrite=False)
     _, whole = run(folder, tmp_path / "whole", steps=len(kept))
     np.testing.assert_array_equal(again, whole)
+    np.testing.assert_array_equal(kept, whole)  # where samples with images kept the tower on the device
     config = json.loads((tmp_path / "kept" / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"].startswith(r"model\.language_model\.layers\.")
     names = load_file(tmp_path / "kept" / "adapter" / "adapter_model.safetensors")
