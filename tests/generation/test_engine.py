@@ -1,6 +1,7 @@
 from dataclasses import replace
 from itertools import islice
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,8 @@ from jaxglue.generation import programs
 from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.engine import Engine
 from jaxglue.generation.inputs import ProgramKind
-from jaxglue.generation.pages import PREFILL_TOKENS, plan_cache
+from jaxglue.generation.pages import PREFILL_TOKENS, make_caches, plan_cache
+from jaxglue.generation.programs import CacheCopies
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
@@ -309,6 +311,20 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
     alone = {(c.number, c.answer): c.tokens.tolist() for c in engine.generate(*trees, requests, plan=plan)}
     assert together == alone and len(together) == 5
     assert len({tuple(tokens) for tokens in together.values()}) == 5
+
+
+def test_states_of_many_answers_are_copied_some_at_a_time(tiny_model, h200):
+    engine, _ = engine_of(tiny_model("qwen3_5_text", **PARTS["qwen3_5_text"]), lora=False)
+    plan = plan_cache([(4, 8)] * 64, engine.config, jnp.float32, free=1e9)
+    caches = make_caches(plan, engine.config, jnp.float32, jnp.float32)
+    caches = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), caches)
+    rows = np.random.default_rng(0).permutation(64).reshape(2, 32).astype(np.int32)
+    copies = CacheCopies((rows[0],), (rows[1],), tuple(rows))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (caches, copies))
+    expected = jax.tree.map(lambda x: np.asarray(x.at[rows[1]].set(x[rows[0]])), caches)
+    chex.assert_trees_all_equal(engine._programs.copy(caches, copies), expected)
+    temporary = engine._programs._copy.lower(*abstract).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 0.5 * sum(x[rows[0]].nbytes for x in jax.tree.leaves(expected))
 
 
 @pytest.mark.parametrize("family", [repeat("llama"), "qwen3"])
