@@ -129,6 +129,7 @@ def format_fastest(rows: dict[str, dict[str, dict]]) -> str:
             "ms": f"{result['ms']:,.1f}",
             "tokens/s": f"{speed(result):,.0f}",
             "GiB": f"{result['peak_gib']:.1f}",
+            "host GiB": f"{result['host_gib']:.1f}" if "host_gib" in result else "–",
             "its checkpointing, and others": checkpointing(result),
             "ours is faster": f"{result['ms'] / engines['ours']['ms']:.2f} ×" if engine != "ours" else "",
         }
@@ -145,7 +146,7 @@ def places(plan: str) -> str:
 
 
 def format_losses(losses: list[dict]) -> str:
-    """Return the table of differences between engines' losses."""
+    """Return the table of differences between our losses and others'."""
     rows = [
         {
             "losses": title(row["row"]),
@@ -155,6 +156,7 @@ def format_losses(losses: list[dict]) -> str:
             "mean": row["mean"],
         }
         for row in losses
+        if row["engines"].startswith("ours")
     ]
     return table(rows) + "\n"
 

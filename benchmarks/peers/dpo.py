@@ -38,16 +38,16 @@ def examples(path: Path) -> list[dict]:
     ]
 
 
-def by_length(rows: list[dict], batch: int, warm_up: int, steps: int) -> list[dict]:
-    """Return rows of batches whose pairs are about as long: the longest `warm_up` times, then `steps` of all lengths.
+def by_length(rows: list[dict], batch: int, steps: int) -> list[dict]:
+    """Return rows of batches whose pairs are about as long: the longest, then `steps` of all lengths, twice.
 
-    The latter are spread evenly, so that a few of them take as long on average as all; transformers' `group_by_length`
-    has nearly the same batches in a random order.
+    Those are spread evenly, so that a few of them take as long on average as all; transformers' `group_by_length` has
+    nearly the same batches in a random order. The second time counts: kernels are compiled for lengths.
     """
     longest = sorted(rows, key=lambda row: -max(_lengths(row)))
     batches = [longest[begin : begin + batch] for begin in range(0, len(rows) // batch * batch, batch)]
     middles = ((np.arange(steps) + 0.5) / steps * len(batches)).astype(int)
-    return [row for number in (*[0] * warm_up, *middles) for row in batches[number]]
+    return [row for number in (0, *middles, *middles) for row in batches[number]]
 
 
 def _lengths(row: dict) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def build_trainer(args: argparse.Namespace, batch: int, kind: str, clock):
             return SequentialSampler(self.train_dataset) if rows is not given else super()._get_train_sampler()
 
     given = examples(args.pairs)
-    rows = by_length(given, batch, args.warm_up, args.steps) if args.by_length else given
+    rows = by_length(given, batch, args.steps) if args.by_length else given
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=batch,
@@ -207,9 +207,10 @@ def main() -> None:
     parser.add_argument("--by-length", action="store_true", help="pairs of a batch are about as long")
     parser.add_argument("--checkpointing", nargs="+", choices=("device", "none"), default=["device"])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before; with --by-length one more than --steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.warm_up = 1 + args.steps if args.by_length else args.warm_up
     engines.stay_offline()
     if args.engine == "unsloth":
         engines.import_unsloth()

@@ -72,10 +72,10 @@ def test_batches_by_length_take_as_long_as_all_pairs():
     rows = [
         {"prompt_ids": [1] * int(size), "chosen_ids": [2], "rejected_ids": [3]} for size in rng.integers(1, 90, 403)
     ]
-    found = [len(row["prompt_ids"]) for row in dpo.by_length(rows, 4, warm_up=2, steps=5)]
-    assert found[:4] == found[4:8] == sorted((len(row["prompt_ids"]) for row in rows), reverse=True)[:4]
-    assert len(found) == 28 and max(np.ptp(np.reshape(found, (-1, 4)), axis=1)) < 4
-    assert np.mean(found[8:]) == pytest.approx(np.mean([len(row["prompt_ids"]) for row in rows]), rel=0.03)
+    found = [len(row["prompt_ids"]) for row in dpo.by_length(rows, 4, steps=5)]
+    assert found[:4] == sorted((len(row["prompt_ids"]) for row in rows), reverse=True)[:4]
+    assert len(found) == 44 and found[4:24] == found[24:] and max(np.ptp(np.reshape(found, (-1, 4)), axis=1)) < 4
+    assert np.mean(found[24:]) == pytest.approx(np.mean([len(row["prompt_ids"]) for row in rows]), rel=0.03)
 
 
 def test_checkpointing_of_transformers_stays_on_the_gpu():
