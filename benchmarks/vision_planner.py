@@ -39,13 +39,13 @@ SETTINGS: list[dict[str, Any]] = [
     {"shape": _QWEN, "layers": 8},
     {"shape": _QWEN, "layers": 8, "memory_limit": 14.0},
     {"shape": _QWEN, "layers": 8, "quantize": "nf4", "memory_limit": 12.0},
-    {"shape": _QWEN, "layers": 8, "quantize": "fp8"},
+    {"shape": _QWEN, "layers": 8, "matmul": "fp8"},
     {"shape": _QWEN, "layers": 4, "seq_len": 8192, "train_vision": "all"},
     {"shape": _QWEN3, "layers": 6},
     {"shape": _QWEN3, "layers": 6, "seq_len": 8192, "train_vision": "projector", "image_features": "off"},
     {"shape": _GEMMA3, "layers": 6, "memory_limit": 16.0},
     {"shape": _GEMMA3, "layers": 6, "quantize": "nf4"},
-    {"shape": _GEMMA4, "layers": 6, "quantize": "fp8", "memory_limit": 18.0},
+    {"shape": _GEMMA4, "layers": 6, "matmul": "fp8", "memory_limit": 18.0},
 ]
 TINY: list[dict[str, Any]] = [
     {"shape": "tiny-qwen3.5", "layers": 2, "seq_len": 512},
@@ -128,7 +128,7 @@ class Clock(Callback):
 
 def measured(row: dict[str, Any]) -> dict[str, Any]:
     """Run a planned setting in this process; return it with its measurements."""
-    names = "shape", "layers", "seq_len", "train_vision", "quantize", "memory_limit", "image_features"
+    names = "shape", "layers", "seq_len", "train_vision", "quantize", "matmul", "memory_limit", "image_features"
     clock = Clock()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +164,7 @@ def main() -> None:
     context = get_context("spawn")
     if args.plan_for:
         settings = TINY if args.tiny else SETTINGS
-        with ProcessPoolExecutor(4, context) as pool:
+        with ProcessPoolExecutor(2, context) as pool:
             for row in pool.map(planned, settings, [args.plan_for] * len(settings)):
                 add(row)
         return
@@ -182,7 +182,7 @@ def main() -> None:
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """Return a setting's row of the printed table."""
     names = {"model": f"{row['shape']}, {row['layers']} layers", "tokens": row.get("seq_len", 16_384)}
-    names |= {"method": row.get("quantize", "lora"), "tower": row.get("train_vision", "none")}
+    names |= {"method": row.get("quantize", row.get("matmul", "lora")), "tower": row.get("train_vision", "none")}
     if "ms" not in row:
         return names | {"ms": row.get("refused", row.get("error", "–"))[:60], "GiB": "–"}
     return names | {
