@@ -71,6 +71,7 @@ def settings_of(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "model": str(make_model(folder / "model", setting["shape"], setting["layers"])),
         "random_weights": True,
+        "dtype": "float32" if tiny else "bfloat16",
         "data": [str(make_data(folder / "data", documents, **size))],
         "seq_len": rows,
         "epochs": 100,
