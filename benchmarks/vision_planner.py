@@ -100,13 +100,8 @@ def planned(setting: dict[str, Any], gpu: str) -> dict[str, Any]:
     except DoesNotFit as error:
         return {**setting, "gpu": gpu, "refused": str(error)[:160]}
     host = "host" if planner.workload.host_embeddings else "device"
-    return {
-        **setting,
-        "gpu": gpu,
-        "embeddings": host,
-        "tower": workload.tower,
-        **planner_grid.prediction(planner, plan),
-    }
+    predicted = planner_grid.prediction(planner, plan) | {"predicted_ms": round(1e3 * plan.seconds, 2)}
+    return {**setting, "gpu": gpu, "embeddings": host, **predicted}
 
 
 def planned_on(planner: Planner) -> tuple[Planner, Any]:
