@@ -184,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.5-9b")
     parser.add_argument("--documents", type=int, default=96)
+    parser.add_argument("--short-documents", type=int, help="of the short rows; as many by default")
     parser.add_argument("--largest", type=int, default=1344, help="pixels of a side, at most; a third of it at least")
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--epochs", type=int, default=3)
@@ -214,7 +215,7 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     settings |= {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
     model = make_model(folder / "model", args.shape, args.layers)
     files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
-    files["short"] = make_data(folder / "short", args.documents, **SHORT)
+    files["short"] = make_data(folder / "short", args.short_documents or args.documents, **SHORT)
     peaks = dict[str, tuple[float, float]]()
     for result in measure_peer(folder, model, files, args) if args.peer else ():
         yield result

@@ -172,6 +172,8 @@ class BatchIterator(Iterator[Step]):
     """
 
     _ahead: "grain.DatasetIterator | None"
+    _following: "grain.DatasetIterator | None" = None
+    """Reads the next epoch, from the last step of this one on."""
 
     def __init__(
         self,
@@ -226,12 +228,20 @@ class BatchIterator(Iterator[Step]):
     def __next__(self) -> Step:
         while True:
             try:
-                return seen(next(self._steps), self.see)
+                step = seen(next(self._steps), self.see)
             except StopIteration:
                 if self._next_plan is None:
                     raise
+                following, self._following = self._following, None
                 self._stop_reading()
                 self._start(self._epoch + 1, self._next_plan.result())
+                self._ahead = following
+                continue
+            self._taken += 1
+            if self._taken == len(self._epoch_steps) and self._next_plan is not None:
+                self._following = read_ahead(self._steps_of(self._next_plan.result()))
+                self._following.start_prefetch()
+            return step
 
     @property
     def _steps(self) -> "grain.DatasetIterator":
@@ -240,8 +250,10 @@ class BatchIterator(Iterator[Step]):
         return self._ahead
 
     def _stop_reading(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        for reading in (self._ahead, self._following):
+            if reading is not None:
+                reading.close()
+        self._following = None
 
     @property
     def first(self) -> Step:
@@ -272,6 +284,7 @@ class BatchIterator(Iterator[Step]):
         self._stop_reading()
         self._start(state["epoch"], self._plan(state["epoch"], self.max_segments))
         self._steps.set_state(state["steps"])
+        self._taken = state["steps"]["next_index"]
 
     def close(self) -> None:
         """Stop prefetching."""
@@ -297,10 +310,8 @@ class BatchIterator(Iterator[Step]):
     def _count_steps(self, plan: PackPlan) -> int:
         return len(plan.step_rows(self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"])) - 1
 
-    def _start(self, epoch: int, plan: PackPlan) -> None:
-        """Begin an epoch and plan the next in the background."""
-        self._epoch = epoch
-        self._epoch_steps = Steps(
+    def _steps_of(self, plan: PackPlan) -> Steps:
+        return Steps(
             dataset=self._dataset,
             plan=plan,
             seq_len=self._seq_len,
@@ -310,6 +321,11 @@ class BatchIterator(Iterator[Step]):
             **self._sizes,
             **self._share,
         )
+
+    def _start(self, epoch: int, plan: PackPlan) -> None:
+        """Begin an epoch and plan the next in the background."""
+        self._epoch, self._taken = epoch, 0
+        self._epoch_steps = self._steps_of(plan)
         self._ahead = None
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:

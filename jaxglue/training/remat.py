@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Self
 
 import jax
@@ -442,7 +442,10 @@ def choose_mesh(
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
     rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
-    workload_of = partial(make_workload, config, model, document_lengths, **rows)
+
+    def workload_of(shape: MeshShape) -> Workload:
+        return make_workload(config, model, document_lengths, shape, **rows)
+
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = workload_of(shape)

@@ -226,10 +226,11 @@ def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -
 
 
 def _leaves_device(config: TrainConfig, model: DecoderConfig, processes: Processes) -> bool:
-    """Return whether a tower is on the GPU only while it runs, between steps: samples and rollouts need it anew."""
+    """Return whether a tower is on the GPU only while it runs, between steps: answers and references run it beside."""
     keeps = _keeps_features(config.model.train_vision, processes) and config.model.image_features != "off"
-    answers = config.objective.kind.needs_rollouts or config.run.sample_image
-    return model.vision is not None and keeps and not answers
+    kind = config.objective.kind
+    beside = kind.needs_rollouts or kind.needs_reference or config.run.sample_image
+    return model.vision is not None and keeps and not beside
 
 
 def _target_share(data: PreparedData) -> float:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.data import iterator as iterator_module
 from jaxglue.data.batch import target_room
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import Encoded
@@ -216,3 +217,16 @@ def test_rows_have_room_for_the_targets_of_the_fullest(dataset, iterate):
     most = max(len(np.unique(row)) for batch in batches for row in np.asarray(batch.segments.segment_ids)) - 1
     assert {batch.room for batch in batches} == {target_room(most, SIZES["seq_len"])} != {None}
     assert {batch.room for batch in micro_batches(iterate(dataset, epochs=1, seq_len=64))} == {None}
+
+
+def test_the_next_epoch_is_read_from_the_last_step_on(iterate, monkeypatch):
+    read, read_ahead = [], iterator_module.read_ahead
+    monkeypatch.setattr(iterator_module, "read_ahead", lambda steps: read.append(steps) or read_ahead(steps))
+    iterator = iterate(epochs=2)
+    for _ in range(iterator.steps_per_epoch - 1):
+        next(iterator)
+    assert len(read) == 1
+    next(iterator)
+    assert len(read) == 2 and iterator.epoch == 0
+    later = [*iterator]
+    assert len(read) == 2 and len(later) == len(read[1])
