@@ -60,8 +60,8 @@ FORMER: dict[str, Any] = {"shrink_k": None, "half": False, "ring": None}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
-        "ring by parts": {"even": False, "within": False},
-        "ring of whole parts": {"even": False, "within": True},
+        "ring by parts": {"even": False},
+        "ring without prefetch": {"even": True, "ahead": False},
         "ring 3/4/2": {"ring": RingTiles(groups=3, stages=4, programs=2)},
         "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(groups=3, stages=6, programs=1)},
@@ -82,7 +82,6 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
     "without a ring": {"ring": None},
-    "low ranks before": {"even": True, "within": False},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""

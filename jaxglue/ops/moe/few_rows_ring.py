@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
@@ -52,12 +51,8 @@ class RingSpec:
     """Rank of the experts' adapter; 0 without."""
     factor: float = 1.0
     """Multiplies the adapter's second matrices."""
-    even: bool = True
-    """Programs of `even_ring_kernel` may end within a part of the result."""
-    shrinks: int = 0
-    """Parts of the sums of low ranks, which the launch computes; 0 where they are given."""
-    S: int = 0
-    """Rows of all tiles."""
+    ahead: bool = True
+    """The L2 cache reads scales of a part of the result before they are asked for."""
 
     @property
     def ranks(self) -> int:
@@ -399,26 +394,34 @@ def ring_kernel(
 
 
 @gluon.jit
-def _steps(table, spec: gl.constexpr):
-    """Return the steps of all parts of the result."""
+def _count_parts(table, spec: gl.constexpr):
+    """Return how many parts the result has."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.arange(0, spec.padded_tiles, layout=LAYOUT)
     groups = gl.load(table + tile, mask=tile < spec.tiles, other=spec.E)
-    return gl.sum((groups < spec.E).to(gl.int32), 0) * (spec.blocks * spec.steps)
+    return gl.sum((groups < spec.E).to(gl.int32), 0) * spec.blocks
 
 
 @gluon.jit
-def _share(program, steps, spec: gl.constexpr):
-    """Return the first step of a program, or of one after the last."""
-    if spec.even:
-        return program * steps // spec.programs
-    else:
-        return (program * (steps // spec.steps) + spec.programs - 1) // spec.programs * spec.steps
+def _share(program, rest, spec: gl.constexpr):
+    """Return a program's first step of the parts that programs share."""
+    return program * (rest * spec.steps) // spec.programs
 
 
 @gluon.jit
-def _load_steps(codes, x, more, ring, values, n, row, first, begin, stop, MORE: gl.constexpr, spec: gl.constexpr):
-    """Load some tiles of a part of the result, from the n-th place on."""
+def _next_part(at, end_of_share, turn, rest, spec: gl.constexpr):
+    """Return the next part of the result that a program takes, and its first step and the one after the last."""
+    STEPS: gl.constexpr = spec.steps
+    shared = at < end_of_share
+    item = gl.where(shared, at // STEPS, rest + turn * spec.programs + gl.program_id(0))
+    begin = gl.where(shared, at - item * STEPS, 0)
+    return item, begin, gl.where(shared, gl.minimum(STEPS, begin + end_of_share - at), STEPS)
+
+
+@gluon.jit
+def _load_steps(codes, x, more, low, low_more, ring, values, n, row, first, begin, stop, MORE: gl.constexpr,
+                spec: gl.constexpr):  # fmt: skip
+    """Load some tiles of a part of the result, from the n-th place on, and after its first ones low ranks."""
     GROUPS: gl.constexpr = spec.groups
     LEAST: gl.constexpr = GROUPS * codes.block_type.nbytes + 2 * x.block_type.nbytes
     BYTES: gl.constexpr = LEAST + 2 * more.block_type.nbytes if MORE else LEAST
@@ -431,6 +434,13 @@ def _load_steps(codes, x, more, ring, values, n, row, first, begin, stop, MORE: 
         _load_values(x, values, place, full, first, step, 0, 2)
         if MORE:
             _load_values(more, values, place, full, first + FIRST, step, FIRST, 2)
+    if spec.R > 0:  # noqa: SIM102 (decided while compiling)
+        if begin == 0:
+            LOW: gl.constexpr = low.block_type.nbytes
+            place, full = vacate(ring, n + stop, LOW + low_more.block_type.nbytes if MORE else LOW)
+            _load_values(low, values, place, full, first, 0, 0, 1)
+            if MORE:
+                _load_values(low_more, values, place, full, first + FIRST, 0, FIRST, 1)
 
 
 @gluon.jit
@@ -452,37 +462,39 @@ def _prefetch(array, row, COLUMNS: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def _load_share(codes, x_16, x_32, x_64, scales, up, table, ring, values, steps, spec: gl.constexpr):
-    """Load the tiles of a program's share."""
-    program, n = gl.program_id(0), 0
-    STEPS: gl.constexpr = spec.steps
-    at, end_of_share = _share(program, steps, spec), _share(program + 1, steps, spec)
-    while at < end_of_share:
-        item = at // STEPS
-        begin = at - item * STEPS
-        stop = gl.minimum(STEPS, begin + end_of_share - at)
+def _load_share(codes, x_16, x_32, x_64, low_16, low_32, low_64, scales, table, ring, values, parts,
+                spec: gl.constexpr):  # fmt: skip
+    """Load the tiles of a program's parts."""
+    program, n, turn = gl.program_id(0), 0, 0
+    turns = parts // spec.programs
+    rest = parts - turns * spec.programs
+    at, end_of_share = _share(program, rest, spec), _share(program + 1, rest, spec)
+    while (at < end_of_share) | (turn < turns):
+        item, begin, stop = _next_part(at, end_of_share, turn, rest, spec)
         group, first, end, row = _assignment(table, item, spec)
         row += group * spec.rows
         count = end - first
-        _prefetch(scales, row, spec.K // 32, spec)
-        if spec.R > 0:
-            _prefetch(up, row, spec.R, spec)
+        if spec.ahead:
+            _prefetch(scales, row, spec.K // 32, spec)
         if spec.block_m == 16:
-            _load_steps(codes, x_16, x_16, ring, values, n, row, first, begin, stop, False, spec)
+            _load_steps(codes, x_16, x_16, low_16, low_16, ring, values, n, row, first, begin, stop, False, spec)
         elif spec.block_m == 32:
             if count <= 16:
-                _load_steps(codes, x_16, x_16, ring, values, n, row, first, begin, stop, False, spec)
+                _load_steps(codes, x_16, x_16, low_16, low_16, ring, values, n, row, first, begin, stop, False, spec)
             else:
-                _load_steps(codes, x_32, x_32, ring, values, n, row, first, begin, stop, False, spec)
+                _load_steps(codes, x_32, x_32, low_32, low_32, ring, values, n, row, first, begin, stop, False, spec)
         else:
             if count <= 32:
-                _load_steps(codes, x_32, x_32, ring, values, n, row, first, begin, stop, False, spec)
+                _load_steps(codes, x_32, x_32, low_32, low_32, ring, values, n, row, first, begin, stop, False, spec)
             elif count <= 48:
-                _load_steps(codes, x_32, x_16, ring, values, n, row, first, begin, stop, True, spec)
+                _load_steps(codes, x_32, x_16, low_32, low_16, ring, values, n, row, first, begin, stop, True, spec)
             else:
-                _load_steps(codes, x_64, x_64, ring, values, n, row, first, begin, stop, False, spec)
+                _load_steps(codes, x_64, x_64, low_64, low_64, ring, values, n, row, first, begin, stop, False, spec)
         n += stop - begin
-        at += stop - begin
+        if spec.R > 0:
+            n += gl.where(begin == 0, 1, 0)
+        turn += gl.where(at < end_of_share, 0, 1)
+        at = gl.minimum(at + stop - begin, end_of_share)
 
 
 @gluon.jit
@@ -492,9 +504,9 @@ def _whole_words(values):
 
 
 @gluon.jit
-def _multiply_steps(scales, ring, values, n, row, begin, stop, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
+def _multiply_steps(scales, up, ring, values, n, row, begin, stop, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
                     spec: gl.constexpr):  # fmt: skip
-    """Return sums of some steps of 64 rows with BLOCK_M tokens, from the n-th place on."""
+    """Return sums of some steps of 64 rows with BLOCK_M tokens, from the n-th place on, and with them low ranks."""
     WORDS: gl.constexpr = _words_layout()
     FLAT: gl.constexpr = _flat_words_layout()
     CODES: gl.constexpr = gl.NVMMASharedLayout(64, 32, rank=2)
@@ -509,26 +521,36 @@ def _multiply_steps(scales, ring, values, n, row, begin, stop, GROUP: gl.constex
     rows = gl.minimum(rows, spec.E * spec.rows - 1)
     now = _whole_words(_exponents(scales, rows, begin, spec))
     then = _whole_words(_exponents(scales, rows, begin + 1, spec))
+    if spec.R > 0:  # asked for before the sum, which hides it
+        b = _second_matrix(up, row, OPERAND, spec)
     for step in range(begin, stop):
         place = await_place(ring, n + step - begin)
         words = codes.index(place * GROUPS + GROUP).load(FLAT)
-        first, second = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
-        w = _decode(gl.convert_layout(first, WORDS, assert_trivial=True), now, OPERAND)
+        first_words, last_words = words.reshape([64, 4, 2, 2]).permute((0, 1, 3, 2)).split()
+        w = _decode(gl.convert_layout(first_words, WORDS, assert_trivial=True), now, OPERAND)
         acc = warpgroup_mma(w, x.index(2 * place * PARTS).permute((1, 0)), acc, is_async=True)
-        v = _decode(gl.convert_layout(second, WORDS, assert_trivial=True), now, OPERAND)
+        v = _decode(gl.convert_layout(last_words, WORDS, assert_trivial=True), now, OPERAND)
         acc = warpgroup_mma(v, x.index((2 * place + 1) * PARTS).permute((1, 0)), acc, is_async=True)
         acc, w, v = warpgroup_mma_wait(0, deps=[acc, w, v])
         release(ring, n + step - begin)
         now, then = then, _whole_words(_exponents(scales, rows, step + 2, spec))
+    if spec.R > 0:  # noqa: SIM102 (decided while compiling)
+        if begin == 0:
+            second = (b.to(gl.float32) * spec.factor).to(x.dtype)
+            place = await_place(ring, n + stop)
+            low_ranks = x.index(2 * place * PARTS).slice(0, spec.ranks, dim=1).permute((1, 0))
+            acc = warpgroup_mma(second, low_ranks, acc, is_async=True)
+            acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+            release(ring, n + stop)
     return acc
 
 
 @gluon.jit
-def _await_count(counter):
-    """Wait until a counter is not zero."""
-    left = gl.atomic_add(counter, 0, sem="acquire")
-    while left < 1:
-        left = gl.atomic_add(counter, 0, sem="acquire")
+def _await_sums(finished):
+    """Wait until another program's sums are stored."""
+    stored = gl.atomic_add(finished, 0, sem="acquire")
+    while stored == 0:
+        stored = gl.atomic_add(finished, 0, sem="acquire")
     gl.barrier()  # one thread may have waited for all
 
 
@@ -542,181 +564,66 @@ def _sums_at(sums, program, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: 
 
 
 @gluon.jit
-def _expand(acc, up, low, row, first, end, spec: gl.constexpr):
-    """Add the products of 64 rows of an adapter's second matrices with low ranks."""
-    BLOCK_M: gl.constexpr = acc.shape[1]
-    RANKS: gl.constexpr = spec.ranks
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    tokens = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, RIGHT))
-    ranks = gl.arange(0, RANKS, layout=gl.SliceLayout(1, RIGHT))
-    at = low + tokens[None, :] * RANKS + ranks[:, None]
-    low_ranks = gl.load(at, mask=(tokens < end)[None, :], other=0.0, cache_modifier=".cg")
-    b = _second_matrix(up, row, LEFT, spec)
-    b = (b.to(gl.float32) * spec.factor).to(low.dtype.element_ty)
-    expanded = mma_v2(b, low_ranks, gl.convert_layout(acc, ACC, assert_trivial=True))
-    return gl.convert_layout(expanded, acc.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _part_of_share(arrays, shared, ring, values, steps, n, at, begin, stop, tile, group, first, end, row,
-                   GROUP: gl.constexpr, BLOCK_M: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+def _part_of_share(arrays, ring, values, rest, n, at, begin, stop, group, first, end, row, GROUP: gl.constexpr,
+                   BLOCK_M: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """Compute a warpgroup's rows of a part of the result, or of its sum what the program before has not."""
-    scales, up, bias, row_weights, sums, out = arrays
-    counts, low = shared
+    scales, up, bias, row_weights, finished, sums, out = arrays
     program = gl.program_id(0)
-    matrix = group * spec.rows + row
-    acc = _multiply_steps(scales, ring, values, n, matrix, begin, stop, GROUP, BLOCK_M, spec)
-    finished = counts + 2 * spec.tiles + GROUP
+    acc = _multiply_steps(scales, up, ring, values, n, group * spec.rows + row, begin, stop, GROUP, BLOCK_M, spec)
     if begin > 0:
         gl.store(_sums_at(sums, program, acc.type.layout, BLOCK_M, GROUP, spec), acc)
         gl.barrier()  # one thread signals that all have stored
-        gl.atomic_add(finished + program * spec.groups, 1, sem="release")
+        gl.atomic_add(finished + program * spec.groups + GROUP, 1, sem="release")
     else:
         last, reached, other = at + spec.steps, at + stop, program
         while reached < last:
             other += 1
-            while _share(other + 1, steps, spec) == reached:  # of fewer steps than programs some have none
+            while _share(other + 1, rest, spec) == reached:  # of fewer steps than programs some have none
                 other += 1
-            _await_count(finished + other * spec.groups)
-            at_sums = _sums_at(sums, other, acc.type.layout, BLOCK_M, GROUP, spec)
-            acc += gl.load(at_sums, cache_modifier=".cg")
-            gl.store(finished + other * spec.groups, 0)
-            reached = _share(other + 1, steps, spec)
-        if spec.R > 0:
-            if spec.shrinks > 0:
-                _await_count(counts + tile)
-                gl.atomic_add(counts + tile, -1, sem="relaxed")
-            acc = _expand(acc, up, low, matrix, first, end, spec)
+            theirs = finished + other * spec.groups + GROUP
+            _await_sums(theirs)
+            acc += gl.load(_sums_at(sums, other, acc.type.layout, BLOCK_M, GROUP, spec), cache_modifier=".cg")
+            gl.store(theirs, 0)
+            reached = _share(other + 1, rest, spec)
         _store(acc, bias, row_weights, out, group, first, end, row, spec)
 
 
 @gluon.jit
-def _compute_share(arrays, first_arrays, shared, table, ring, values, steps, GROUP: gl.constexpr,
-                   spec: gl.constexpr):  # fmt: skip
-    """Compute a warpgroup's rows of a program's share, after low ranks of which programs of the launch wait."""
-    program, n = gl.program_id(0), 0
-    STEPS: gl.constexpr = spec.steps
+def _compute_share(arrays, table, ring, values, parts, GROUP: gl.constexpr, spec: gl.constexpr):
+    """Compute a warpgroup's rows of a program's parts; see `_compute`."""
+    program, n, turn = gl.program_id(0), 0, 0
     ALL: gl.constexpr = spec.block_m
-    if spec.shrinks > 0:
-        UNITS: gl.constexpr = spec.tiles * spec.shrinks
-        for unit in range(program * spec.groups + GROUP, UNITS, spec.programs * spec.groups):
-            _shrink(first_arrays, shared, table, unit, spec)
-    at, end_of_share = _share(program, steps, spec), _share(program + 1, steps, spec)
-    while at < end_of_share:
-        item = at // STEPS
-        begin = at - item * STEPS
-        stop = gl.minimum(STEPS, begin + end_of_share - at)
-        tile = item // spec.blocks
+    turns = parts // spec.programs
+    rest = parts - turns * spec.programs
+    at, end_of_share = _share(program, rest, spec), _share(program + 1, rest, spec)
+    while (at < end_of_share) | (turn < turns):
+        item, begin, stop = _next_part(at, end_of_share, turn, rest, spec)
         group, first, end, row = _assignment(table, item, spec)
         row += GROUP * GROUP_ROWS
         if ALL == 16:
-            _part_of_share(
-                arrays, shared, ring, values, steps, n, at, begin, stop, tile, group, first, end, row, GROUP, ALL, spec
-            )
+            _part_of_share(arrays, ring, values, rest, n, at, begin, stop, group, first, end, row, GROUP, ALL, spec)
         elif end - first <= ALL // 2:
-            _part_of_share(
-                arrays,
-                shared,
-                ring,
-                values,
-                steps,
-                n,
-                at,
-                begin,
-                stop,
-                tile,
-                group,
-                first,
-                end,
-                row,
-                GROUP,
-                ALL // 2,
-                spec,
-            )
+            HALF: gl.constexpr = ALL // 2
+            _part_of_share(arrays, ring, values, rest, n, at, begin, stop, group, first, end, row, GROUP, HALF, spec)
         else:
-            _part_of_share(
-                arrays, shared, ring, values, steps, n, at, begin, stop, tile, group, first, end, row, GROUP, ALL, spec
-            )
+            _part_of_share(arrays, ring, values, rest, n, at, begin, stop, group, first, end, row, GROUP, ALL, spec)
         n += stop - begin
-        at += stop - begin
-
-
-@gluon.jit
-def _shrink(arrays, shared, table, unit, spec: gl.constexpr):
-    """Multiply a tile's rows by a part of their expert's first matrix [R, K]; the last part's warpgroup sums all.
-
-    low [S, ranks] is rounded as training rounds it, and with used [S, R] zero elsewhere; then its readers are counted.
-    """
-    x, down, used, parts = arrays
-    counts, low = shared
-    BLOCK_M: gl.constexpr = spec.block_m
-    RANKS: gl.constexpr = spec.ranks
-    SHRINKS: gl.constexpr = spec.shrinks
-    STEPS: gl.constexpr = (spec.steps + SHRINKS - 1) // SHRINKS
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCK_M // 16, 64 // BLOCK_M], [16, 8])
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    A: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    tile, number = unit // SHRINKS, unit % SHRINKS
-    group = gl.load(table + tile)
-    if group < spec.E:
-        start, end = gl.load(table + spec.tiles + tile), gl.load(table + 2 * spec.tiles + tile)
-        first = start + (tile - gl.load(table + 3 * spec.tiles + tile)) * BLOCK_M
-        begin = number * STEPS
-        stop = gl.minimum(begin + STEPS, spec.steps)
-        rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
-        at_x = (
-            x
-            + rows.to(gl.int64)[:, None] * (spec.steps * WIDTH)
-            + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, X))[None, :]
-        )
-        ranks = gl.arange(0, RANKS, layout=gl.SliceLayout(1, A))
-        columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, A))
-        at_a = down + (group * spec.R + ranks)[:, None] * spec.K + columns[None, :]
-        acc = gl.zeros([BLOCK_M, RANKS], gl.float32, layout=ACC)
-        ours, within = (rows < end)[:, None], (ranks < spec.R)[:, None]
-        a = gl.load(at_a + begin * WIDTH, mask=within & (begin * WIDTH + columns < spec.K)[None, :], other=0.0)
-        for step in range(begin, stop):
-            values = gl.load(at_x + step * WIDTH, mask=ours, other=0.0)
-            now, after = a.to(values.dtype), (step + 1) * WIDTH
-            a = gl.load(at_a + after, mask=within & (after + columns < spec.K)[None, :], other=0.0)
-            now = now.reshape([RANKS, 4, 4, 2, 4]).permute((0, 2, 4, 1, 3)).reshape([RANKS, WIDTH])
-            now = gl.convert_layout(now.permute((1, 0)), gl.DotOperandLayout(1, ACC, 2))
-            acc = mma_v2(gl.convert_layout(values, gl.DotOperandLayout(0, ACC, 2)), now, acc)
-        row = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ACC))
-        rank = gl.arange(0, RANKS, layout=gl.SliceLayout(0, ACC))
-        inside = (row < end)[:, None]
-        at = row[:, None] * RANKS + rank[None, :]
-        gl.store(parts + number * (spec.S * RANKS) + at, acc, mask=inside)
-        gl.barrier()  # one thread counts for all
-        if gl.atomic_add(counts + spec.tiles + tile, 1, sem="acq_rel") == SHRINKS - 1:
-            gl.barrier()
-            total = gl.zeros([BLOCK_M, RANKS], gl.float32, layout=ACC)
-            for other in gl.static_range(SHRINKS):
-                total += gl.load(parts + other * (spec.S * RANKS) + at, mask=inside, other=0.0, cache_modifier=".cg")
-            gl.store(counts + spec.tiles + tile, 0)
-            if used is not None:
-                mask = inside & (rank < spec.R)[None, :]
-                uses = gl.load(used + row[:, None] * spec.R + rank[None, :], mask=mask, other=0)
-                total = gl.where(uses != 0, total, 0.0)
-            gl.store(low + at, total.to(low.dtype.element_ty), mask=inside)
-            gl.barrier()  # one thread signals that all have stored
-            gl.atomic_add(counts + tile, spec.blocks * spec.groups, sem="release")
+        if spec.R > 0:
+            n += gl.where(begin == 0, 1, 0)
+        turn += gl.where(at < end_of_share, 0, 1)
+        at = gl.minimum(at + stop - begin, end_of_share)
 
 
 @gluon.jit
 def even_ring_kernel(
-    codes, x_16, x_32, x_64, x, scales, down, up, used, bias, row_weights, table, counts, parts, low, sums, out,
+    codes, x_16, x_32, x_64, scales, low_16, low_32, low_64, up, bias, row_weights, table, finished, sums, out,
     spec: gl.constexpr,
 ):  # fmt: skip
     """Multiply rows by their experts' matrices, each program in as many steps as others; grid (programs).
 
-    See `ring_kernel`. Where a program's share ends within a part of the result, it finishes the part with the sums of
-    the programs after it, which begin with these. low [S, ranks] are given, or with `shrinks` the products with an
-    adapter's first matrices [E, R, K], which programs compute first, from parts [shrinks, S, ranks].
-    counts are zeros before and after the launch: for each tile, of readers of its low ranks that are ready and of
-    their parts, and for each warpgroup of its sums [programs, groups, 64 · block_m].
+    See `ring_kernel`. Of parts that are too few for all programs, each takes as many steps, before it takes others
+    whole. Where these end within a part, it finishes the part with the sums of the programs after it, which have begun
+    with them. sums are [programs, groups, 64 · block_m]; finished [programs, groups] are zeros before and after.
     """
     GROUPS: gl.constexpr = spec.groups
     STAGES: gl.constexpr = spec.stages
@@ -725,28 +632,30 @@ def even_ring_kernel(
     ring = Ring(tiles, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     fence_async_shared()  # see `ring_kernel`
     gl.barrier()
-    steps = _steps(table, spec)
-    arrays, first, shared = (scales, up, bias, row_weights, sums, out), (x, down, used, parts), (counts, low)
+    parts = _count_parts(table, spec)
+    arrays = scales, up, bias, row_weights, finished, sums, out
     REGISTERS: gl.constexpr = spec.registers[0]
     LOADER: gl.constexpr = spec.registers[1]
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute_share, (arrays, first, shared, table, ring, values, steps, 0, spec)),
-                (_compute_share, (arrays, first, shared, table, ring, values, steps, 1, spec)),
-                (_load_share, (codes, x_16, x_32, x_64, scales, up, table, ring, values, steps, spec)),
+                (_compute_share, (arrays, table, ring, values, parts, 0, spec)),
+                (_compute_share, (arrays, table, ring, values, parts, 1, spec)),
+                (_load_share, (codes, x_16, x_32, x_64, low_16, low_32, low_64, scales, table, ring, values, parts,
+                               spec)),
             ],
             [4, 1],
             [REGISTERS, LOADER],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_compute_share, (arrays, first, shared, table, ring, values, steps, 0, spec)),
-                (_compute_share, (arrays, first, shared, table, ring, values, steps, 1, spec)),
-                (_compute_share, (arrays, first, shared, table, ring, values, steps, 2, spec)),
-                (_load_share, (codes, x_16, x_32, x_64, scales, up, table, ring, values, steps, spec)),
+                (_compute_share, (arrays, table, ring, values, parts, 0, spec)),
+                (_compute_share, (arrays, table, ring, values, parts, 1, spec)),
+                (_compute_share, (arrays, table, ring, values, parts, 2, spec)),
+                (_load_share, (codes, x_16, x_32, x_64, low_16, low_32, low_64, scales, table, ring, values, parts,
+                               spec)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER],
-        )
+        )  # fmt: skip
