@@ -11,7 +11,6 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int, UInt8
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels, few_rows_ring
@@ -39,10 +38,6 @@ class RingTiles:
     """Places of the ring."""
     programs: int
     """Programs of a multiprocessor."""
-    even: bool | None = None
-    """Whether programs take as many steps each, rather than parts of the result; None where a GPU has run that."""
-    ahead: bool = True
-    """Whether scales of a part are asked for before, then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,8 +377,6 @@ class TritonFewRowsExperts(Launcher):
         activation: Activation | None,
     ) -> Float[Array, "S C"]:
         """Multiply rows by their experts' matrices through a ring of tiles; see `_multiply`."""
-        if tiles.even is None:
-            tiles = replace(tiles, even="experts' rings by even shares" not in backend.UNTRIED)
         (S, columns), (K, N), row_tiles = x.shape, sizes, routing.groups.gathered_tiles
         gated, E = activation is not None, routing.group_sizes.shape[0]
         rows, block_m = 2 * N if gated else N, row_tiles.rows
@@ -405,35 +398,23 @@ class TritonFewRowsExperts(Launcher):
             registers=(min((registers * threads - 24 * 128) // (128 * tiles.groups) // 8 * 8, 240), 24),
             R=0 if adapter is None else adapter.A.shape[1],
             factor=1.0 if adapter is None else adapter.scale,
-            ahead=tiles.ahead,
         )
         codes = matrices.values.reshape(E * rows, K // 2)
         codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
         low_ranks, up = [None] * 3, None
         if adapter is not None:
-            low_ranks, up = (
-                _by_rows(self._low_ranks(x, row_tiles, adapter, E, K, counted=not tiles.even)),
-                adapter.B.reshape(E * rows, -1),
-            )
+            low_ranks, up = _by_rows(self._low_ranks(x, row_tiles, adapter, E, K)), adapter.B.reshape(E * rows, -1)
         assert matrices.scales is not None
         scales, weights = matrices.scales.reshape(E * rows, K // 32), routing.row_weights if gated else None
         arrays = codes, *_by_rows(x), scales, *low_ranks, up, bias, weights, row_tiles.table
         stored = matrices.bytes + (0 if adapter is None else adapter.B.size * adapter.B.dtype.itemsize)
         moved = round(stored * min(1.0, S / E)) + S * (columns + N) * x.dtype.itemsize
         cost = KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (K + spec.R) * rows, bytes=moved)
-        kernel, out_types = few_rows_ring.ring_kernel, [jax.ShapeDtypeStruct((S, spec.out_columns), x.dtype)]
-        if tiles.even:
-            kernel, arrays = (
-                few_rows_ring.even_ring_kernel,
-                (*arrays, jnp.zeros((spec.programs, spec.groups), jnp.int32)),
-            )
-            out_types.insert(0, jax.ShapeDtypeStruct((spec.programs, spec.groups, 64 * block_m), jnp.float32))
-        grid, constants = (spec.programs,), {"spec": spec}
-        return self._launch(kernel, arrays, out_types, grid, constants, cost=cost, registers=registers)[-1]
+        out_type, grid = jax.ShapeDtypeStruct((S, spec.out_columns), x.dtype), (spec.programs,)
+        kernel, constants = few_rows_ring.ring_kernel, {"spec": spec}
+        return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
 
-    def _low_ranks(
-        self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int, *, counted: bool
-    ) -> Float[Array, "S 64"]:
+    def _low_ranks(self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int) -> Float[Array, "S 64"]:
         """Multiply rows by their experts' first matrices of an adapter; columns beyond the ranks have no values."""
         (S, columns), R, tiles, block_k = x.shape, adapter.A.shape[1], row_tiles.table.shape[1], 128
         steps = 256 // block_k
@@ -462,7 +443,6 @@ class TritonFewRowsExperts(Launcher):
             R=R,
             block_r=adapter.constants["block_r"],
             low_columns=64,
-            counted=counted,
             **({"shrinks": shrinks, "shrink_steps": steps, "S": S} if shrinks > 1 else {}),
         )
         arrays: tuple[Any, ...] = x, row_tiles.table, adapter.A, jnp.zeros((2, tiles), jnp.int32), adapter.used

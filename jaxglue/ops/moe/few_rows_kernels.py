@@ -64,8 +64,6 @@ class ExpertsSpec:
     block_r: int = 16
     low_columns: int = 0
     """Columns of the low ranks' array, where it has more than `block_r`."""
-    counted: bool = True
-    """Readers of the low ranks, in the same launch, are counted."""
     shrinks: int = 1
     """Programs that share the sum of a tile's low ranks, of `shrink_steps` steps each."""
     shrink_steps: int = 0
@@ -321,9 +319,8 @@ def _shrink(
         if spec.low_columns > 0:
             at = row.to(tl.int64)[:, None] * spec.low_columns + ranks[None, :]
         tl.store(low_ranks + at, acc.to(low_ranks.dtype.element_ty), mask=ours[:, None])
-        if spec.counted:
-            tl.debug_barrier()  # one thread signals that all have stored
-            tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
+        tl.debug_barrier()  # one thread signals that all have stored
+        tl.atomic_add(unread, tl.cdiv(spec.N, spec.block_n), sem="release")
 
 
 @triton.jit

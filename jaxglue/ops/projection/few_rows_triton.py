@@ -8,7 +8,6 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import few_rows_kernels as kernels
@@ -236,8 +235,6 @@ class TritonFewRows(Launcher):
         block_k = max(min(tiles.block_k * (2 // itemsize or 1), triton.next_power_of_2(K)), least)
         while K % block_k and block_k > 64:
             block_k //= 2
-            if not gated and block_m <= MOST_WIDE_ROWS and "more programs of shorter steps" not in backend.UNTRIED:
-                tiles = replace(tiles, programs=2 * tiles.programs)  # as many as then have room in shared memory
         narrowest = min(len(weight) for weight in operands.weights)
         return replace(tiles, block_n=min(tiles.block_n, max(16, triton.next_power_of_2(narrowest))), block_k=block_k)
 

@@ -12,7 +12,6 @@ import pytest
 from ptx import halves, run_assembly
 from selection import repeat
 
-from jaxglue.ops import backend
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.gated_mlp import GatedParts, gated_mlp
 from jaxglue.ops.norm_rope import LLAMA_NORM, rms_norm
@@ -343,19 +342,6 @@ def test_kernels_match_products_on_a_gpu(quantize, rank):
         for y, want in zip(adapted_projection(x, parts, conditions), wanted, strict=True):
             difference = np.linalg.norm(np.asarray(y, np.float32) - want) / np.linalg.norm(want)
             assert difference < (0.05 if conditions.fp8 else 0.01)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rank", [0, 16])
-def test_columns_in_half_as_long_steps_match_products_on_a_gpu(rank, monkeypatch):
-    monkeypatch.setattr(backend, "UNTRIED", set())
-    K, x, half = 2880, draw(99, 1, 64, 2880).astype(jnp.bfloat16), lambda matrix: matrix.astype(jnp.bfloat16)
-    parts = [projection(10 * i, N, K, rank=rank, bias=True, quantize=half) for i, N in enumerate((4096, 512, 512))]
-    with jax.default_matmul_precision("highest"):
-        wanted = [product(x.astype(jnp.float32), part) for part in parts]
-    for _ in range(2):  # counts are zeros again after a launch
-        for y, want in zip(adapted_projection(x, parts, Decoding()), wanted, strict=True):
-            assert np.linalg.norm(np.asarray(y, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
 @pytest.mark.gpu
