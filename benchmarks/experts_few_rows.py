@@ -60,8 +60,6 @@ FORMER: dict[str, Any] = {"shrink_k": None, "half": False, "ring": None}
 WIDE: dict[str, Any] = {"block_n": 64, "block_k": 256, "num_stages": 3, "registers": None}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp4": {
-        "ring by parts": {"even": False, "within": False},
-        "ring of whole parts": {"even": False, "within": True},
         "ring 3/4/2": {"ring": RingTiles(groups=3, stages=4, programs=2)},
         "ring 2/4/2": {"ring": RingTiles(groups=2, stages=4, programs=2)},
         "ring 3/6/1": {"ring": RingTiles(groups=3, stages=6, programs=1)},
@@ -76,13 +74,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "128/128/8/4": WIDE | {"block_n": 128, "block_k": 128, "num_stages": 4, "num_warps": 8},
     },
 }
-"""Changes of the tiles in use by format: columns, step, warps, stages; of rings warpgroups, places, programs or shares.
-"""
+"""Changes of the tiles in use by format: columns, step, warps, stages; of rings warpgroups, places, programs."""
 ADAPTED: dict[str, dict[str, Any]] = {
     "former": FORMER,
     "low ranks by one program": {"shrink_k": None},
     "without a ring": {"ring": None},
-    "low ranks before": {"even": True, "within": False},
     "low ranks of 1024 columns": {"shrink_k": 1024},
 }
 """Changes with adapters."""
@@ -211,12 +207,7 @@ def using(case: Case) -> Any:
 
     rows = few_rows_tile(case.tokens * case.layer.k // case.layer.E)
     kind = {"none": "plain", "fp8": "bytes", "int8": "bytes"}.get(case.form, case.form)
-    tiles = fitting_tiles(kind, rows)
-    if "even" in case.change:
-        assert tiles.ring is not None
-        tiles = replace(tiles, ring=replace(tiles.ring, **case.change))
-    else:
-        tiles = replace(tiles, **case.change)
+    tiles = replace(fitting_tiles(kind, rows), **case.change)
     return FEW_ROWS_EXPERTS.using(TritonFewRowsExperts.of(backend.HOPPER, tiles=tiles))
 
 

@@ -11,7 +11,6 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int, UInt8
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import few_rows_kernels, few_rows_ring
@@ -39,10 +38,6 @@ class RingTiles:
     """Places of the ring."""
     programs: int
     """Programs of a multiprocessor."""
-    even: bool | None = None
-    """Whether programs take as many steps each, rather than parts of the result; None where a GPU has run that."""
-    within: bool | None = None
-    """Whether an adapter's low ranks are computed within the launch; None where a GPU has run that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,9 +377,6 @@ class TritonFewRowsExperts(Launcher):
         activation: Activation | None,
     ) -> Float[Array, "S C"]:
         """Multiply rows by their experts' matrices through a ring of tiles; see `_multiply`."""
-        if tiles.even is None:
-            tried = "experts' rings by even shares" not in backend.UNTRIED
-            tiles = replace(tiles, even=tried, within=tried)
         (S, columns), (K, N), row_tiles = x.shape, sizes, routing.groups.gathered_tiles
         gated, E = activation is not None, routing.group_sizes.shape[0]
         rows, block_m = 2 * N if gated else N, row_tiles.rows
@@ -407,8 +399,6 @@ class TritonFewRowsExperts(Launcher):
             R=0 if adapter is None else adapter.A.shape[1],
             factor=1.0 if adapter is None else adapter.scale,
         )
-        if tiles.even or tiles.within:
-            return self._even_ring(spec, x, routing, matrices, bias, adapter, tiles)
         codes = matrices.values.reshape(E * rows, K // 2)
         codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
         low_ranks, up = [None] * 3, None
@@ -424,53 +414,7 @@ class TritonFewRowsExperts(Launcher):
         kernel, constants = few_rows_ring.ring_kernel, {"spec": spec}
         return self._launch(kernel, arrays, (out_type,), grid, constants, cost=cost, registers=registers)[0]
 
-    def _even_ring(
-        self,
-        spec: few_rows_ring.RingSpec,
-        x,
-        routing: Routing,
-        matrices: _StoredMatrices,
-        bias,
-        adapter: _Adapter | None,
-        tiles: RingTiles,
-    ) -> Float[Array, "S C"]:
-        """Multiply as `_ring` does, in programs of as many steps each."""
-        S, E, rows, row_tiles = len(x), spec.E, spec.rows, routing.groups.gathered_tiles
-        spec = replace(spec, even=bool(tiles.even), S=S)
-        codes = matrices.values.reshape(E * rows, spec.K // 2)
-        codes = TensorDescriptor.from_array(codes, (64, 64), NVMMASharedLayout(64, 8, rank=2))
-        assert matrices.scales is not None
-        scales, weights = matrices.scales.reshape(E * rows, spec.K // 32), routing.row_weights if spec.gated else None
-        counts = jnp.zeros(2 * spec.tiles + spec.programs * spec.groups, jnp.int32)  # see `_multiply`
-        results = [((spec.programs, spec.groups, 64 * spec.block_m), jnp.float32), ((S, spec.out_columns), x.dtype)]
-        down = up = used = None
-        low_ranks: tuple[Any, ...] = None, None
-        if adapter is not None:
-            up, low = adapter.B.reshape(E * rows, -1), ((S, spec.ranks), x.dtype)
-            if tiles.within:
-                # Warpgroups of a program of each multiprocessor take one each: these programs run at once, so that none
-                # waits for one that has no place.
-                warpgroups = spec.programs // tiles.programs * spec.groups
-                each = triton.cdiv(spec.steps, max(1, min(spec.steps, warpgroups // spec.tiles)))
-                spec = replace(spec, shrinks=triton.cdiv(spec.steps, each))
-                down, used, low_ranks = adapter.A, adapter.used, ()
-                results = [((spec.shrinks, S, spec.ranks), jnp.float32), low, *results]
-            else:
-                low_ranks = None, self._low_ranks(x, row_tiles, adapter, E, spec.K, spec.ranks)
-        arrays = codes, *_by_rows(x), x, scales, down, up, used, bias, weights, row_tiles.table, counts, *low_ranks
-        stored = matrices.bytes + (0 if adapter is None else adapter.bytes)
-        moved = round(stored * min(1.0, S / E)) + (x.size + S * spec.columns) * x.dtype.itemsize
-        cost = KernelCost(
-            kind=KernelKind.EXPERTS_MATMUL, flops=2 * S * (spec.K + spec.R) * (rows + spec.R), bytes=moved
-        )
-        registers = min(255, 65536 // (tiles.programs * (tiles.groups + 1) * 128) // 8 * 8)
-        out_types = tuple(jax.ShapeDtypeStruct(*result) for result in results)
-        kernel, constants = few_rows_ring.even_ring_kernel, {"spec": spec}
-        return self._launch(kernel, arrays, out_types, (spec.programs,), constants, cost=cost, registers=registers)[-1]
-
-    def _low_ranks(
-        self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int, low_columns: int = 64
-    ) -> Float[Array, "S C"]:
+    def _low_ranks(self, x, row_tiles: RowTiles, adapter: _Adapter, E: int, K: int) -> Float[Array, "S 64"]:
         """Multiply rows by their experts' first matrices of an adapter; columns beyond the ranks have no values."""
         (S, columns), R, tiles, block_k = x.shape, adapter.A.shape[1], row_tiles.table.shape[1], 128
         steps = 256 // block_k
@@ -498,11 +442,11 @@ class TritonFewRowsExperts(Launcher):
             block_k=block_k,
             R=R,
             block_r=adapter.constants["block_r"],
-            low_columns=low_columns,
+            low_columns=64,
             **({"shrinks": shrinks, "shrink_steps": steps, "S": S} if shrinks > 1 else {}),
         )
         arrays: tuple[Any, ...] = x, row_tiles.table, adapter.A, jnp.zeros((2, tiles), jnp.int32), adapter.used
-        results = [((shrinks, S, spec.block_r), jnp.float32), ((S, low_columns), x.dtype)]
+        results = [((shrinks, S, spec.block_r), jnp.float32), ((S, 64), x.dtype)]
         if shrinks == 1:
             arrays, results = (*arrays, None), results[1:]
         moved = round(adapter.A.size * adapter.A.dtype.itemsize * min(1.0, S / E)) + S * columns * x.dtype.itemsize

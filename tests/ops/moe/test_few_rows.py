@@ -308,31 +308,6 @@ def test_rings_match_the_reference_on_a_gpu(M, rank, programs):
             assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.01 * np.linalg.norm(want)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("even", "within"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("rank", [0, 16, 24])
-@pytest.mark.parametrize("M", [60, 120, 250])  # tiles of 32 and 64 rows
-def test_shares_of_rings_match_the_reference_on_a_gpu(M, rank, even, within):
-    from jaxglue.ops.moe.few_rows import TritonFewRowsExperts, fitting_tiles
-
-    # 264 programs take one or two of four steps of a part, so that one finishes what up to four compute.
-    E, k, D, F = 16, 4, 512, 320
-    chosen = jnp.asarray(np.random.default_rng(4).random((M, rank)) < 0.5) if rank == 24 else None
-    (x, routing, *matrices), options = case(M, E, k, D, F, stored="mxfp4", bias=True, activation="gpt_oss")
-    x, lora = x.astype(jnp.bfloat16), adapters(E, D, F, (rank, rank), chosen) if rank else None
-    with jax.default_matmul_precision("highest"):
-        want = moe_mlp(x.astype(jnp.float32), routing, *matrices, **options, lora=lora, backend="reference")
-    tiles = fitting_tiles("mxfp4", routing.groups.tiles.rows)
-    tiles = replace(tiles, ring=replace(tiles.ring, even=even, within=within))
-    got = []
-    with FEW_ROWS_EXPERTS.using(TritonFewRowsExperts.of((9, 0), tiles=tiles)):
-        for _ in range(3):  # counts are zeros again after a launch
-            got.append(moe_mlp(x, routing, *matrices, **options, lora=lora, inference=True))
-            assert np.linalg.norm(np.asarray(got[-1], np.float32) - want) < 0.01 * np.linalg.norm(want)
-    for again in got[1:]:  # sums do not depend on who is last
-        np.testing.assert_array_equal(np.asarray(again, np.float32), np.asarray(got[0], np.float32))
-
-
 def test_training_takes_other_kernels():
     arrays, options = case(3, 4, 2, 32, 16)
     with FEW_ROWS_EXPERTS.using("not called"):
@@ -363,7 +338,6 @@ def test_obstacles_are_named(monkeypatch):
         ("mxfp4", 16),
         ("gpt-oss", 0),
         ("gpt-oss", 16),
-        ("gpt-oss evenly", 16),
         ("nf4", 0),
         repeat("nf4", 64),
         repeat("fp8", 0),
@@ -377,9 +351,7 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
 
     compile, texts = triton_lib.compile_ttir_inplace, []
     stored, exact = (None, True) if stored == "exact" else (stored, False)
-    evenly = stored == "gpt-oss evenly"
-    monkeypatch.setattr(backend, "UNTRIED", set() if evenly else {"experts' rings by even shares"})
-    stored, activation = ("mxfp4", "gpt_oss") if stored in ("gpt-oss", "gpt-oss evenly") else (stored, "swiglu")
+    stored, activation = ("mxfp4", "gpt_oss") if stored == "gpt-oss" else (stored, "swiglu")
 
     def noted(*args, **options):
         found = compile(*args, **options)
@@ -410,7 +382,7 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
     with tracing_for((9, 0)):
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F), lora).compile()
     # Adapters have no launches of their own but of rings, which serve gate and up of GPT-OSS, and down of any MXFP4.
-    own = (1 + (activation == "gpt_oss")) * (stored == "mxfp4" and rank > 0 and not evenly)
+    own = (1 + (activation == "gpt_oss")) * (stored == "mxfp4" and rank > 0)
     assert program.as_text().count("triton_kernel_call_ffi") == 5 - exact + own
     matmuls = [text for text in texts if "wgmma.mma_async" in text]
     assert len(matmuls) == 2 and not any(map(matmuls_left_running, matmuls))
