@@ -135,7 +135,7 @@ def test_a_mixture_in_the_format_predicts_as_training_did(family, stored, served
 
 
 @pytest.mark.parametrize(
-    ("served", "dora"), [("nvfp4", False), ("nf4", True), repeat("nf4", False), repeat("nvfp4", True)]
+    ("served", "dora"), [repeat("nvfp4", False), ("nf4", True), repeat("nf4", False), repeat("nvfp4", True)]
 )
 def test_a_folder_already_in_the_format_stays_there(served, dora, base, tmp_path):
     quantize_folder(base, stored := tmp_path / "stored", served)
