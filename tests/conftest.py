@@ -32,6 +32,7 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from shared_programs import OWN, RUNS, NotingPatch, share
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxglue.data.batch import Batch
@@ -63,35 +64,61 @@ def compile_without_turns():
     program_cache._turns().take = False
 
 
+@pytest.fixture
+def patches():
+    """Patch what all tests need; `monkeypatch` is of those that replace something."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture
+def monkeypatch():
+    """As pytest's, and notes what a test replaces."""
+    with NotingPatch.context() as patch:
+        yield patch
+
+
 @pytest.fixture(autouse=True)
-def unsynced_files(monkeypatch):
+def programs_of_runs(request, patches):
+    """Let runs of equal models share their programs (see `shared_programs.py`)."""
+    if request.path.parent.name in RUNS and not OWN & {*request.fixturenames}:
+        share(patches)
+
+
+@pytest.fixture
+def own_programs():
+    """Compile also what other tests have compiled."""
+
+
+@pytest.fixture(autouse=True)
+def unsynced_files(patches):
     """Leave files in the page cache: waiting for the disk is a tenth of the time of runs, and no machine fails here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    patches.setattr(os, "fsync", lambda descriptor: None)
     if module := sys.modules.get("orbax.checkpoint._src.serialization.tensorstore_utils"):
-        monkeypatch.setitem(module._DEFAULT_OCDBT_TS_CONTEXT, "file_io_sync", False)
+        patches.setitem(module._DEFAULT_OCDBT_TS_CONTEXT, "file_io_sync", False)
 
 
 @pytest.fixture(autouse=True)
-def short_ends(request, monkeypatch):
+def short_ends(request, patches):
     """Let runs draw no curve and collect no garbage, a quarter of a short one's time, but those of `whole_runs`."""
     if (module := sys.modules.get("jaxglue.training.loop")) and "whole_runs" not in request.fixturenames:
-        monkeypatch.setattr(module, "save_loss_curve", lambda *_: None)
+        patches.setattr(module, "save_loss_curve", lambda *_: None)
         nothing = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-        monkeypatch.setattr(sys.modules["jaxglue.training.record"], "gc", nothing)
+        patches.setattr(sys.modules["jaxglue.training.record"], "gc", nothing)
 
 
 @pytest.fixture(autouse=True)
-def short_rows(monkeypatch):
+def short_rows(patches):
     """Score texts in rows of 128 tokens: attention over GPUs' 2,048 takes a second without XLA's optimizations."""
     if module := sys.modules.get("jaxglue.generation.scoring"):
-        monkeypatch.setattr(module, "_SHORTEST_ROW", 128)
+        patches.setattr(module, "_SHORTEST_ROW", 128)
 
 
 DESCRIBED: dict[tuple, list | None] = {}
 
 
 @pytest.fixture(autouse=True)
-def described_once(monkeypatch):
+def described_once(patches):
     """Describe equal environments once: the process that does it imports transformers, which takes a second."""
     if module := sys.modules.get("jaxglue.rl.episode_process"):
         describe = module.EpisodeProcess.describe
@@ -105,7 +132,7 @@ def described_once(monkeypatch):
                 DESCRIBED[key] = describe(self)
             return copy.deepcopy(DESCRIBED[key])
 
-        monkeypatch.setattr(module.EpisodeProcess, "describe", once)
+        patches.setattr(module.EpisodeProcess, "describe", once)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,7 @@ def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch,
     import sft_step
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setitem(sft_step.ROWS, "tiny", replace(sft_step.ROWS["tiny"], tokens=128))
     flags = ["--rows", "tiny", "--engines", "ours", "--scratch", str(tmp_path), "--warm-up", "1", "--steps", "3"]
     monkeypatch.setattr(sys, "argv", ["sft_step.py", *flags, "--json", str(tmp_path / "out.json")])
     sft_step.main()

@@ -135,7 +135,7 @@ def test_a_mixture_in_the_format_predicts_as_training_did(family, stored, served
 
 
 @pytest.mark.parametrize(
-    ("served", "dora"), [("nvfp4", False), ("nf4", True), repeat("nf4", False), repeat("nvfp4", True)]
+    ("served", "dora"), [repeat("nvfp4", False), ("nf4", True), repeat("nf4", False), repeat("nvfp4", True)]
 )
 def test_a_folder_already_in_the_format_stays_there(served, dora, base, tmp_path):
     quantize_folder(base, stored := tmp_path / "stored", served)
@@ -168,7 +168,7 @@ def test_modelopts_layout_holds_the_values_of_training(base, adapter, tmp_path):
     assert shared == {1 / 256}, "vLLM joins matrices of one input, and reads one factor for them"
 
 
-@pytest.mark.parametrize("served", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("served", ["nvfp4", repeat("nf4")])
 def test_a_folder_in_the_format_predicts_as_training_did(served, base, adapter, tmp_path):
     trained = adapter(served)
     expected = logits(base, trained, f"served_{served}")

@@ -60,9 +60,7 @@ def test_adapters_saved_by_peft_give_its_logits_and_gradients(name):
     folder, base = GOLDENS / "peft" / name, GOLDENS / PEFT[name]
     golden, inferring = load_file(folder / "golden.safetensors"), load_model(base, dtype=jnp.float32)
     adapter = add_adapter(inferring, folder)
-    np.testing.assert_allclose(
-        forward(inferring, *packed_row(golden))[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4
-    )
+    assert_logits(inferring, golden)
     training = load_model(base, dtype=jnp.float32, untied=not inferring.config.tie_word_embeddings)
     add_lora(training, adapter.config, rngs=nnx.Rngs(0))
     set_adapter(training, adapter)
@@ -78,6 +76,11 @@ def golden_gradients(golden, rank):
     }
     experts = ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")
     return dict(from_peft(name, array, experts, rank) or (name, array) for name, array in plain.items())
+
+
+def assert_logits(model, golden):
+    logits = forward(model, *packed_row(golden))[0, :-PADDING]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
 
 
 def assert_parity(model, golden, trainable=nnx.Param, rank=1):

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -106,16 +107,15 @@ def test_logits_loss_and_gradients_match_transformers(name):
     following = golden["tokens"][1:]
 
     @jax.jit
-    @jax.value_and_grad
+    @partial(jax.value_and_grad, has_aux=True)
     def compute(state):
         logits = nnx.merge(graphdef, state)(tokens, segments, images=images)[0]
         scores = jax.nn.log_softmax(logits[targets])
-        return -scores[np.arange(len(targets)), following[targets]].mean()
+        return -scores[np.arange(len(targets)), following[targets]].mean(), logits[:real]
 
-    logits = jax.jit(lambda state: nnx.merge(graphdef, state)(tokens, segments, images=images))(state)[0, :real]
+    (loss, logits), gradients = compute(state)
     scale = np.abs(golden["logits"]).max()
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4 * scale)
-    loss, gradients = compute(state)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
     gradients = nnx.filter_state(gradients, nnx.Param)
     flat = {hf_name(".".join(map(str, path))): np.asarray(g[...]) for path, g in nnx.to_flat_state(gradients)}
@@ -131,9 +131,13 @@ def test_logits_loss_and_gradients_match_transformers(name):
         assert error <= 1e-3, f"{key}: {error:.1e}"
 
 
+@partial(jax.jit, static_argnums=0)
+def run(graphdef, state, tokens, segments, images):
+    return nnx.merge(graphdef, state)(tokens, segments, images=images)[0]
+
+
 def logits_of(model, tokens, segments, images):
-    graphdef, state = nnx.split(model)
-    return np.asarray(jax.jit(lambda s: nnx.merge(graphdef, s)(tokens, segments, images=images))(state)[0])
+    return np.asarray(run(*nnx.split(model), tokens, segments, images))
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +150,10 @@ def test_documents_of_a_row_see_what_they_see_alone(seeing):
     raw, processor, documents, model = seeing
     T = 96
     order = [3, 1, 2, 0, 1]
-    together = logits_of(model, *packed(raw, processor, [documents[i] for i in order], T))
+    together = logits_of(model, *packed(raw, processor, [documents[i] for i in order], T, features=T))
     start = 0
     for i in order:
-        alone = logits_of(model, *packed(raw, processor, [documents[i]], T))
+        alone = logits_of(model, *packed(raw, processor, [documents[i]], T, features=T))
         length = len(documents[i][0])
         np.testing.assert_allclose(
             together[start : start + length], alone[:length], rtol=0, atol=1e-5 * np.abs(alone).max()
@@ -159,10 +163,10 @@ def test_documents_of_a_row_see_what_they_see_alone(seeing):
 
 def test_another_image_in_the_row_changes_no_bit(seeing):
     raw, processor, documents, model = seeing
-    before = logits_of(model, *packed(raw, processor, [documents[1], documents[2]], 64))
+    before = logits_of(model, *packed(raw, processor, [documents[1], documents[2]], 96, features=96))
     tokens, images = documents[1]
     changed = tokens, [replace(images[0], patches=255 - images[0].patches)]
-    after = logits_of(model, *packed(raw, processor, [changed, documents[2]], 64))
+    after = logits_of(model, *packed(raw, processor, [changed, documents[2]], 96, features=96))
     first = len(tokens)
     assert (before[:first] != after[:first]).any()
     np.testing.assert_array_equal(before[first:], after[first:])
@@ -191,15 +195,10 @@ def test_random_mixtures_are_what_their_documents_are_alone(name):
     """In any order, beside any neighbor; another image in a document changes no bit of the others."""
     raw, _ = read_golden(name)
     processor, model, rng = read_processor(Path("."), raw), drawn_model(raw), np.random.default_rng(0)
-    graphdef, state = nnx.split(model)
     T, pictures = 128, 0
 
-    @jax.jit
-    def run(tokens, segments, images):
-        return nnx.merge(graphdef, state)(tokens, segments, images=images)[0]
-
     def logits(documents):
-        return np.asarray(run(*packed(raw, processor, documents, T, features=T)))
+        return logits_of(model, *packed(raw, processor, documents, T, features=T))
 
     for _ in range(50):
         documents, total = [], 0

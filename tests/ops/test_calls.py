@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +72,14 @@ HALF = jnp.dtype(jnp.bfloat16)
 WEIGHT = jnp.ones((64, 64), HALF)
 ADAPTER = LowRankAdapter(A=jnp.ones((8, 64)), B=jnp.ones((64, 8)))
 PLAIN, ADAPTED = Projection(weight=WEIGHT), Projection(weight=WEIGHT, adapter=ADAPTER)
-FP8 = Projection(weight=quantize_matrix(WEIGHT, "fp8"), adapter=ADAPTER)
+
+
+def quantized(name: str) -> Any:
+    """Return a matrix's shapes in a format."""
+    return jax.eval_shape(partial(quantize_matrix, how=name), WEIGHT)
+
+
+FP8 = Projection(weight=quantized("fp8"), adapter=ADAPTER)
 ROTARY, TRAINING = Rotary(RopeConfig(), 64), StaticConditions(fp8=True)
 INFERENCE = StaticConditions(fp8=True, inference=True)
 PAGES = make_pages(4, 2, 16, 64, HALF)
@@ -136,14 +144,14 @@ CALLS: list[tuple[Operation, str, Any]] = [
             PLAIN,
             ADAPTED,
             FP8,
-            *(Projection(weight=quantize_matrix(WEIGHT, n)) for n in ("nf4", "int8")),
+            *(Projection(weight=quantized(n)) for n in ("nf4", "int8")),
         )
     ),
     (ENCODE, "triton", EncodeCall(dtype=HALF)),
     (ORDERED, "triton", OrderedCall(dtype=HALF)),
     (LORA, "triton", LoraCall(dtype=HALF, rank=8)),
-    (MERGE, "triton", MergeCall(weight=quantize_matrix(WEIGHT, "served_nvfp4"), rank=8)),
-    (DEQUANTIZE, "triton", DequantizeCall(weight=quantize_matrix(WEIGHT, "nf4"))),
+    (MERGE, "triton", MergeCall(weight=quantized("served_nvfp4"), rank=8)),
+    (DEQUANTIZE, "triton", DequantizeCall(weight=quantized("nf4"))),
     (
         RESIDUAL_NORM,
         "few_rows",

@@ -54,7 +54,8 @@ def batch_of(raw, processor, documents, order, T):
     return Batch(**arrays, segments=segments, images=images.with_patches())
 
 
-def gradients(model, mesh, batch):
+def gradients(model, mesh, *batches):
+    """Return the loss and the gradients of each batch."""
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     if mesh is not None:
         layout = Layout(mesh, jnp.float32)
@@ -62,9 +63,8 @@ def gradients(model, mesh, batch):
             jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in (trainable, frozen)
         )
     executor = Executor(graphdefs, model.config, policy=parse_policy("dots"), dtype=jnp.float32, mesh=mesh)
-    if mesh is not None:
-        (batch,) = place_batch((batch,), mesh)
-    return jax.device_get(executor.loss_and_gradients(trainable, frozen, [batch], 1.0))
+    placed = batches if mesh is None else place_batch(batches, mesh)
+    return jax.device_get([executor.loss_and_gradients(trainable, frozen, [batch], 1.0) for batch in placed])
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_images_in_split_rows_are_seen_whole(mesh_of, monkeypatch, name, mesh, t
             variable.set_value(jax.random.normal(jax.random.key(len(path)), variable.shape) * 0.1)
     order = [[1, 2, 3], [2, 0, 1], [3, 3], [0, 1, 2], [2, 2], [1], [3, 0], [0]]
     batch = batch_of(raw, processor, documents, order, 96)
-    loss, expected = gradients(model, None, batch)
-    got = gradients(model, mesh, batch)
-    np.testing.assert_allclose(got[0], loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got[1]), strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * max(1e-3, np.abs(one).max()))
     moved = replace(batch, images=replace(batch.images, patches=replace(
         batch.images.patches, values=255 - batch.images.patches.values
     )))  # fmt: skip
-    assert abs(gradients(model, None, moved)[0] - loss) > 1e-3
+    (loss, expected), (other_loss, _) = gradients(model, None, batch, moved)
+    assert abs(other_loss - loss) > 1e-3
+    (got,) = gradients(model, mesh, batch)
+    np.testing.assert_allclose(got[0], loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got[1]), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * max(1e-3, np.abs(one).max()))

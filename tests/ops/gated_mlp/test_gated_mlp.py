@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
 
@@ -22,11 +23,12 @@ class Conditions(NamedTuple):
 
 def random_parts(ranks=(3, 3, 3)):
     """Return gate, up and down with adapters."""
-    keys = iter(jax.random.split(jax.random.key(0), 9))
+    rng = np.random.default_rng(0)
 
     def part(out, size, rank):
-        W, A, B = (jax.random.normal(next(keys), shape) for shape in ((out, size), (rank, size), (out, rank)))
-        return Projection(weight=0.3 * W, adapter=LowRankAdapter(A=0.3 * A, B=0.3 * B, scale=0.5))
+        shapes = (out, size), (rank, size), (out, rank)
+        W, A, B = (jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32) for shape in shapes)
+        return Projection(weight=W, adapter=LowRankAdapter(A=A, B=B, scale=0.5))
 
     return GatedParts(*(part(*shape) for shape in zip((F, F, D), (D, D, F), ranks, strict=True)))
 
