@@ -64,9 +64,9 @@ class Gemma4TowerConfig(TowerConfig):
         return Gemma4Vision(self, config.hidden_size, dtype=dtype, rngs=rngs)
 
     def initial(self, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """See `TowerConfig`; bounds are at infinity."""
+        """See `TowerConfig`; bounds are the largest numbers, as infinite weights are taken for damaged ones."""
         if name.endswith(("_min", "_max")):
-            return jnp.full(spec.shape, -jnp.inf if name.endswith("_min") else jnp.inf, spec.dtype)
+            return jnp.full(spec.shape, (-1 if name.endswith("_min") else 1) * jnp.finfo(spec.dtype).max, spec.dtype)
         return super().initial(name, spec)
 
 
