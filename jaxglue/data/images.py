@@ -17,7 +17,7 @@ from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
 from jaxglue.vision.rows import Image, PlacedImage, RowImages, image_positions
-from jaxglue.vision.videos import frame_pairs
+from jaxglue.vision.videos import frame_pairs, timed_frames, with_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class ImageRules:
         return value if kind == "video" else image_source(value, self.folder)
 
     def _with_frames(self, chat: Chat) -> Chat:
-        """Return a chat with the times and frames of its videos, as Qwen's processors write them."""
+        """Return a chat with the times and frames of its videos, as processors of its family write them."""
         sources, images, messages = iter(chat.images), list[Any](), list[dict[str, Any]]()
         for message in chat.messages:
             parts = list[dict[str, Any]]()
@@ -118,9 +118,10 @@ class ImageRules:
                     parts.append(part)
                     images += [next(sources)] if part["type"] != "text" else []
                     continue
-                if not self.positions:
-                    raise ValueError("videos are read by Qwen's models alone: give some frames as images")
-                for time, frames in frame_pairs(next(sources), self.folder):
+                if self.processor.videos == "none":
+                    raise ValueError("videos are read by Qwen's models and Gemma 4 alone: give some frames as images")
+                read = frame_pairs if self.processor.videos == "pairs" else timed_frames
+                for time, frames in read(next(sources), self.folder):
                     parts += [{"type": "text", "text": time}, {"type": "image"}]
                     images.append(frames)
             messages.append({**message, "content": parts} if parts else message)
@@ -132,6 +133,7 @@ class ImageRules:
         Raises:
             ValueError: the template wrote another number of places.
         """
+        pieces = [(with_spaces(text), trained) for text, trained in pieces]
         processor, hearing = self.processor, self.processor.hearing
         marks = {processor.mark: "images"} | ({} if hearing is None else {hearing.token: "clips"})
         pattern = re.compile("|".join(map(re.escape, marks)))

@@ -34,8 +34,8 @@ _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
 _KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "base64", "bytes", "data")
 """Keys under which parts of messages and rows hold an image, or a clip of audio."""
-Kind = Literal["image", "clip"]
-"""Image, or clip of audio."""
+Kind = Literal["image", "clip", "frame"]
+"""Image, clip of audio, or frame of a video."""
 
 
 class ImageSource(NamedTuple):
@@ -91,7 +91,7 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
     Raises:
         ValueError: none of these, or an address of the network, which is not read.
     """
-    a = "an image" if kind == "image" else "a clip"
+    a = "a clip" if kind == "clip" else "an image"
     if isinstance(value, bytes | bytearray):
         return ImageSource(data=_bounded(bytes(value), a), kind=kind)
     if isinstance(value, Mapping):

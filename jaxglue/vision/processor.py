@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
@@ -130,6 +130,8 @@ class Processor:
     """Tokens have positions by time, height and width."""
     channels_last: ClassVar[bool] = False
     """A patch's values are (y, x, channel), not (channel, y, x)."""
+    videos: ClassVar[Literal["none", "pairs", "frames"]] = "none"
+    """How videos are read: by pairs of frames, or single ones."""
     hears: ClassVar[bool] = False
     """Models with an `audio_config` hear clips, unless images' tokens see later ones: no such model is known."""
 
@@ -166,6 +168,10 @@ class Processor:
     def grid(self, height: int, width: int) -> Grid:
         """Return the patches of an image of so many pixels."""
         raise NotImplementedError
+
+    def frame_grid(self, height: int, width: int) -> Grid:
+        """Return the patches of a video's frame of so many pixels."""
+        return self.grid(height, width)
 
     def tokens(self, grid: Grid) -> int:
         """Return the features of an image or a clip, each of which is a token's embedding."""
@@ -248,6 +254,8 @@ def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None 
     ):
         return None
     processor = PROCESSORS[model_type].of(_settings(folder, "image_processor"), raw, max_tokens)
+    if isinstance(processor, BudgetProcessor):
+        processor = processor.for_videos(_settings(folder, "video_processor"))
     if not processor.hears or processor.spans or not isinstance(raw.get("audio_config"), Mapping):
         return processor
     return replace(processor, hearing=Hearing.of(_settings(folder, "feature_extractor"), raw["audio_config"]))
@@ -297,6 +305,7 @@ class AreaProcessor(Processor):
     min_pixels: int
     max_pixels: int
     positions = True
+    videos = "pairs"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -442,7 +451,10 @@ class BudgetProcessor(Processor):
 
     bidirectional: bool
     """An image's tokens see later ones of it."""
+    frame_tokens: int = _BUDGETS[0]
+    """Most tokens of a video's frame."""
     channels_last = True
+    videos = "frames"
     hears = True
 
     @classmethod
@@ -472,13 +484,30 @@ class BudgetProcessor(Processor):
 
     def grid(self, height: int, width: int) -> Grid:
         """See `Processor`."""
+        return self._grid(height, width, self.max_tokens)
+
+    def frame_grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        return self._grid(height, width, self.frame_tokens)
+
+    def for_videos(self, settings: Mapping[str, Any]) -> Self:
+        """Return the processor with the budget of a video processor's settings, as far as that of images allows."""
+        budget = settings.get("max_soft_tokens") or _BUDGETS[0]
+        if budget not in _BUDGETS:
+            raise ValueError(
+                f"max_soft_tokens {budget!r:.60}: frames take {', '.join(map(str, _BUDGETS))} tokens at most"
+            )
+        return replace(self, frame_tokens=min(budget, self.max_tokens))
+
+    def _grid(self, height: int, width: int, most: int) -> Grid:
+        """Return the patches of an image within a number of tokens."""
         unit = self.patch * self.merge
-        factor = math.sqrt(self.max_tokens * unit**2 / (height * width))
+        factor = math.sqrt(most * unit**2 / (height * width))
         rows, columns = (math.floor(factor * side / unit) for side in (height, width))
         if rows == 0:
-            rows, columns = 1, min(width // height, self.max_tokens)
+            rows, columns = 1, min(width // height, most)
         elif columns == 0:
-            rows, columns = min(height // width, self.max_tokens), 1
+            rows, columns = min(height // width, most), 1
         return Grid(rows * self.merge, columns * self.merge)
 
     def text(self, grid: Grid) -> str:

@@ -1,7 +1,8 @@
-"""Rows with clips of audio: every form makes the same document, and broken clips name their row."""
+"""Rows with clips of audio, and Gemma's videos: forms make the same document, and broken clips name their row."""
 
 import base64
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def prepare(tmp_path, hearing):
     def prepare(*rows, folder=hearing):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = DataConfig(data=(str(path),), seq_len=256, cache_dir=str(tmp_path / "cache"))
+        config = DataConfig(data=(str(path),), seq_len=512, cache_dir=str(tmp_path / "cache"))
         tokenizer = load_tokenizer(folder)
         return prepare_data(config, tokenizer, processor=read_vision(folder, None, tokenizer))
 
@@ -100,3 +101,26 @@ def test_models_that_hear_nothing_refuse_clips(prepare, request):
     folder = request.config.rootpath / "jaxglue" / "recipes" / "quickstart" / "seeing"
     with pytest.raises(ValueError, match=r"rows.jsonl:1: clip 1: this model hears no audio, which Gemma 4 E2B"):
         prepare(asked({"type": "audio", "audio": URL}), folder=folder)
+
+
+def test_frames_of_gemma_stand_behind_their_minutes_and_seconds_within_a_budget_of_their_own(prepare, hearing):
+    rows = [json.loads(line) for line in (QUICKSTART / "pictures.jsonl").read_text().splitlines()[:8]]
+    frames = [image for row in rows for image in row["images"]][:3]
+    video = {"type": "video", "video": frames, "fps": 0.02}
+    data = prepare(asked({"type": "text", "text": "Look:"}, video), folder=with_budget(hearing, 280)).train
+    tokenizer, tokens = load_tokenizer(hearing), data.store.tokens[data.indices(0)]
+    shown = tokenizer.decode(tokens[tokens != 364])
+    pair = "<|vision_start|><|vision_end|>"
+    assert f"Look:00:00 {pair} 00:50 {pair} 01:40 {pair}What is this?" in shown
+    counts = data.store.images.patches // 9
+    assert (tokens == 364).sum() == counts.sum() and (counts <= 70).all() and (counts > 30).all()
+    larger = prepare(asked({"type": "image", "image": frames[0]}), folder=with_budget(hearing, 280)).train
+    assert larger.store.images.patches[0] // 9 > 140
+
+
+def with_budget(folder, tokens):
+    """Return a folder whose images take so many tokens, and frames 70."""
+    other = folder.parent / f"{folder.name}-{tokens}"
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+    (other / "processor_config.json").write_text(json.dumps({"image_processor": {"max_soft_tokens": tokens}}))
+    return other

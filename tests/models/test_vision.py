@@ -273,14 +273,15 @@ def test_adapters_reach_the_parts_that_train(seeing, trains, parts):
     assert names == (set(parts) | {"patch_embed", "pos_embed"} if trains == "all" else set(parts))
 
 
-@pytest.mark.parametrize("name", repeats(["qwen3_5", "qwen3_vl"], "qwen3_vl"))
-def test_pairs_of_frames_are_videos_of_transformers(name):
-    """Each pair is an image of two frames; the token of videos and that of images are both replaced by features."""
+@pytest.mark.parametrize("name", repeats(["qwen3_5", "qwen3_vl", "gemma4", "gemma4_wide"], "qwen3_vl", "gemma4"))
+def test_frames_are_videos_of_transformers(name):
+    """Of Qwen's each pair is an image; the token of videos and that of images are both replaced by features."""
     raw, _ = read_golden(name)
     golden = load_file(GOLDENS / "video.safetensors")
     processor, image_id = read_processor(Path("."), raw), raw["image_token_id"]
     tokens = np.where(golden["tokens"] == 19, image_id, golden["tokens"])
-    pairs = [np.concatenate([pixels(10 * pair + frame, (2, 4), 4) for frame in range(2)], 1) for pair in range(2)]
+    count = 2 if name.startswith("qwen") else 1
+    pairs = [np.concatenate([pixels(10 * pair + frame, (2, 4), 4) for frame in range(count)], 1) for pair in range(2)]
     images = [Image(key=b"%d" % number, grid=Grid(2, 4), patches=pair) for number, pair in enumerate(pairs)]
     images.append(Image(key=b"2", grid=Grid(4, 2), patches=pixels(5, (4, 2), 4)))
     found = logits_of(drawn_model(raw), *packed(raw, processor, [(tokens, images)]))[: len(tokens)]
