@@ -16,8 +16,8 @@ FRAMES_PER_SECOND = 100
 MAX_TOKENS = 750
 """Of the longest clip."""
 _RATE = 16_000
-_RATES = range(1_000, 400_000)
-"""Samples per second that files may have."""
+_RATES, _CHANNELS = range(1_000, 192_001), 8
+"""Samples per second, and channels at most, that files may have."""
 _FRAME, _HOP, _FFT = 320, 160, 512
 """Samples of a frame, between the beginnings of two, and of a Fourier transform."""
 _FLOOR = 1e-3
@@ -35,10 +35,10 @@ def read_clip(data: bytes) -> Float32[np.ndarray, " samples"]:
         with wave.open(io.BytesIO(data)) as file:
             channels, width, rate, count = file.getparams()[:4]
             stored = file.readframes(count)
-    except (wave.Error, EOFError) as error:
-        raise ValueError(f"no WAV file of whole numbers ({error}): {_REMEDY}") from error
-    if rate not in _RATES or width > 4:
-        raise ValueError(f"{rate:,} samples of {8 * width} bits per second: {_REMEDY}")
+    except (wave.Error, EOFError, RuntimeError) as error:  # the latter where a part's size is beyond the file
+        raise ValueError(f"no WAV file of whole numbers ({str(error) or 'damaged'}): {_REMEDY}") from error
+    if rate not in _RATES or width > 4 or channels > _CHANNELS:
+        raise ValueError(f"{rate:,} samples per second, of {channels} times {8 * width} bits: {_REMEDY}")
     if len(stored) != count * channels * width:
         raise ValueError(f"a damaged clip: {count:,} samples are announced, and it has {len(stored):,} bytes of them")
     if count > MAX_SECONDS * rate:
