@@ -43,12 +43,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return config if wrapper is None else replace(config, wrapper=wrapper.model_type)
 
 
-def with_vision(config: DecoderConfig, raw: Mapping[str, Any], **settings: Any) -> DecoderConfig:
+def with_vision(
+    config: DecoderConfig, raw: Mapping[str, Any], *, hears: bool = False, **settings: Any
+) -> DecoderConfig:
     """Return the architecture of a model that sees images.
 
     Args:
         config: of its text model.
         raw: the parsed config.json.
+        hears: with the tower of clips of audio, too, where config.json has one that is read.
         settings: further fields of its `TowerConfig`.
 
     Raises:
@@ -58,7 +61,10 @@ def with_vision(config: DecoderConfig, raw: Mapping[str, Any], **settings: Any) 
     if wrapper is None or wrapper.tower is None or not isinstance(raw.get("vision_config"), Mapping):
         kinds = ", ".join(sorted(wrapper.model_type for wrapper in WRAPPERS.values() if wrapper.tower))
         raise ValueError(f"model_type {raw.get('model_type')!r:.60} sees no images here: models of {kinds} do")
-    return wrapper.tower(raw, config, settings)
+    seeing = wrapper.tower(raw, config, settings)
+    if not hears or wrapper.hearing is None or not isinstance(raw.get("audio_config"), Mapping):
+        return seeing
+    return wrapper.hearing(raw, seeing)
 
 
 def _refuse_images(raw: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from jaxglue.models.config import (
 from jaxglue.models.context import LayerContext
 from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.models.gemma2 import NORMS, gemma_fields
+from jaxglue.models.gemma4_audio import with_hearing
 from jaxglue.models.gemma4_vision import with_tower
 from jaxglue.models.hf_fields import expert_format, layer_types, layer_windows, require_fields, ropes_by_type
 from jaxglue.models.layers import DecoderLayer
@@ -303,6 +304,7 @@ wrap(
         text_types=("gemma4_text",),
         others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
         tower=with_tower,
+        hearing=with_hearing,
         tied=True,
         defaults=SIZES,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ class Gemma4TowerConfig(TowerConfig):
 
     norm = _NORM
     bias = False
-    roots = ("vision_tower", "embed_vision")
-    projector = ("embed_vision",)
+    roots: ClassVar[tuple[str, ...]] = ("vision_tower", "embed_vision")
+    projector: ClassVar[tuple[str, ...]] = ("embed_vision",)
 
     @property
     def spans(self) -> Literal["none", "windows", "all"]:
@@ -64,9 +64,9 @@ class Gemma4TowerConfig(TowerConfig):
         return Gemma4Vision(self, config.hidden_size, dtype=dtype, rngs=rngs)
 
     def initial(self, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """See `TowerConfig`; bounds are at infinity."""
+        """See `TowerConfig`; bounds are the largest numbers, as infinite weights are taken for damaged ones."""
         if name.endswith(("_min", "_max")):
-            return jnp.full(spec.shape, -jnp.inf if name.endswith("_min") else jnp.inf, spec.dtype)
+            return jnp.full(spec.shape, (-1 if name.endswith("_min") else 1) * jnp.finfo(spec.dtype).max, spec.dtype)
         return super().initial(name, spec)
 
 
@@ -102,10 +102,10 @@ def is_bidirectional(raw: Mapping[str, Any]) -> bool:
 class ClippedLinear(nnx.Module):
     """A linear layer, under `linear`, whose inputs and outputs may have stored bounds."""
 
-    def __init__(self, config: Gemma4TowerConfig, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.linear = Linear(inputs, outputs, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        self.clipped = config.clipped
-        if config.clipped:
+    def __init__(self, inputs: int, outputs: int, *, clipped: bool, std: float, dtype: Any, rngs: nnx.Rngs):
+        self.linear = Linear(inputs, outputs, bias=False, std=std, dtype=dtype, rngs=rngs)
+        self.clipped = clipped
+        if clipped:
             self.input_min, self.output_min = Buffer(jnp.array(-jnp.inf, dtype)), Buffer(jnp.array(-jnp.inf, dtype))
             self.input_max, self.output_max = Buffer(jnp.array(jnp.inf, dtype)), Buffer(jnp.array(jnp.inf, dtype))
 
@@ -123,7 +123,7 @@ class Gemma4Block(nnx.Module):
 
     def __init__(self, config: Gemma4TowerConfig, *, dtype: Any, rngs: nnx.Rngs):
         W, F, H = config.width, config.intermediate, config.head_dim
-        linear = partial(ClippedLinear, config, dtype=dtype, rngs=rngs)
+        linear = partial(ClippedLinear, clipped=config.clipped, std=config.initializer_range, dtype=dtype, rngs=rngs)
         norm = partial(Norm, eps=config.eps, style=config.norm, dtype=dtype)
         projections = {name: linear(W, W) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
         self.self_attn = Group(**projections, q_norm=norm(H), k_norm=norm(H))

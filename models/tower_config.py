@@ -121,7 +121,11 @@ class TrainedParams:
 
 
 def tower_sizes(
-    vision: Mapping[str, Any], fields: Mapping[str, tuple[str, int]], *, heads: bool = True
+    vision: Mapping[str, Any],
+    fields: Mapping[str, tuple[str, int]],
+    *,
+    heads: bool = True,
+    name: str = "vision_config",
 ) -> dict[str, Any]:
     """Return the sizes of a `vision_config`.
 
@@ -129,18 +133,19 @@ def tower_sizes(
         vision: of config.json.
         fields: names there, and defaults, by the sizes' names.
         heads: the tower has heads of attention.
+        name: of the object in config.json.
 
     Raises:
         ValueError: not a whole number from 1, or a width that the heads do not divide.
     """
     sizes = {name: default if vision.get(key) is None else vision[key] for name, (key, default) in fields.items()}
-    for name, value in sizes.items():
+    for size, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _LARGEST:
-            key = fields[name][0]
-            raise ValueError(f"vision_config in config.json: {key} must be a whole number from 1, got {value!r:.100}")
+            key = fields[size][0]
+            raise ValueError(f"{name} in config.json: {key} must be a whole number from 1, got {value!r:.100}")
     if heads and (sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % 4):
         raise ValueError(
-            f"vision_config in config.json: {sizes['heads']} heads do not divide a width of {sizes['width']} into "
+            f"{name} in config.json: {sizes['heads']} heads do not divide a width of {sizes['width']} into "
             "multiples of 4"
         )
     return sizes

@@ -84,6 +84,9 @@ class Embedding(nnx.Module):
         if features is None:
             assert self.vision is not None and images.patches is not None
             features = self.vision(images.patches, x.dtype, backend=backend)
+            if images.clips is not None:
+                heard = self.vision(images.clips, x.dtype, backend=backend)
+                features = jnp.concatenate([features, heard], axis=1)
         D = self.weight.shape[1]
         first, *others = (features[..., start : start + D] for start in range(0, features.shape[-1], D))
         none = jnp.zeros((*x.shape[:2], D), x.dtype)

@@ -15,8 +15,8 @@ TEXT_PATH = "model"
 """Path of the decoder among a text model's modules."""
 BESIDE_VISION = "model.language_model"
 """The same among those of a model that is loaded with its vision tower."""
-PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "embed_vision")
-"""Names of modules, and of a list of them, between a vision tower and a text model."""
+PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "embed_vision", "embed_audio")
+"""Names of modules, and of a list of them, between towers and a text model."""
 _SPELLINGS = ("model.language_model.", "language_model.model.")
 """Beginnings of a decoder's names in a wrapper: today's, and the one before transformers 4.52."""
 _TOWER, _INNER = "vision_tower.", "vision_model."
@@ -48,6 +48,8 @@ class Wrapper:
 
     tower: Callable[[Mapping[str, Any], Any, Mapping[str, Any]], Any] | None = None
     """Returns a `DecoderConfig` with the vision tower of a config.json; None where images are not read."""
+    hearing: Callable[[Mapping[str, Any], Any], Any] | None = None
+    """Returns a `DecoderConfig` that has this tower with that of clips of audio; None where these are not read."""
     text: "Spelling | None" = None
     """Names of its text model's tensors, where its files have others."""
 

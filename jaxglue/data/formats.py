@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.messages import WEIGHTS, Chat, content_texts, listed, read_chat, read_flag
+from jaxglue.data.messages import WEIGHTS, Chat, Clip, content_texts, listed, read_chat, read_flag
 from jaxglue.files.json_file import parse_json
 
 if TYPE_CHECKING:
@@ -42,9 +42,13 @@ _UNREAD = {
 """Remedies by keys of other programs' chats that change the conversation, and are not read."""
 IMAGE_COLUMNS = ("images", "image")
 """Keys of a row's images."""
-UNSEEN = ("videos", "video", "audios", "audio")
-"""Keys of a row's videos and sounds, which no model here takes."""
-_MEDIA = (*IMAGE_COLUMNS, *UNSEEN)
+AUDIO_COLUMNS = ("audios", "audio")
+"""Keys of a row's clips of audio."""
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, *AUDIO_COLUMNS)
+"""Keys of what models that see, and hear, read beside a row's texts."""
+UNSEEN = ("videos", "video")
+"""Keys of a row's videos, which no model here takes."""
+_MEDIA = (*MEDIA_COLUMNS, *UNSEEN)
 """Keys of what the chats and answers of other programs' rows speak of."""
 
 
@@ -131,7 +135,7 @@ def read_row(row: Mapping[str, Any], format: str, images: "ImageRules | None" = 
             refuse_media(row)
         return with_system(_read_content(row, format), row)
     refuse_media(row, UNSEEN)
-    media = row_images(row)
+    media = row_media(row)
     chat_format = "alpaca_chat" if format == "alpaca" and media else format
     return with_system(images.attach(_read_content(row, chat_format, sees=True), media), row)
 
@@ -155,9 +159,19 @@ def refuse_media(row: Mapping[str, Any], kinds: Sequence[str] = _MEDIA) -> None:
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
     """Return the images in the columns of a row."""
-    value: Any = next((row[key] for key in IMAGE_COLUMNS if row.get(key) not in _EMPTY), [])
+    return _listed(row, IMAGE_COLUMNS)
+
+
+def row_media(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a row, then its clips of audio, as `Clip`."""
+    return [*row_images(row), *map(Clip, _listed(row, AUDIO_COLUMNS))]
+
+
+def _listed(row: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:
+    """Return the list of the first column that has a value."""
+    value: Any = next((row[key] for key in columns if row.get(key) not in _EMPTY), [])
     if isinstance(value, str) and value.lstrip().startswith("["):  # of a table
-        value = parse_json(value, "images")
+        value = parse_json(value, columns[0])
     return value if isinstance(value, list) else [value]
 
 
@@ -268,7 +282,7 @@ def read_answers(row: Mapping[str, Any], format: str, images: "ImageRules | None
     sees = images is not None
     answers = _pair(row, sees=sees) if format == PAIRS else _labeled_answer(row, sees=sees)
     if images is not None:
-        media = row_images(row)
+        media = row_media(row)
         answers = answers[0] and images.attach(answers[0], media), answers[1] and images.attach(answers[1], media)
     first, second = answers
     return first and with_system(first, row), second and with_system(second, row)

@@ -1,7 +1,7 @@
 """Images of chats: which row's value goes to which place, the text that stands for each, and images of batches."""
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Bool, Int, Int32
 
-from jaxglue.data.messages import Chat, content_texts
+from jaxglue.data.messages import Chat, Clip, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
 from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
 from jaxglue.vision.rows import Image, PlacedImage, RowImages, image_positions
-from jaxglue.vision.videos import frame_pairs
+from jaxglue.vision.videos import frame_pairs, timed_frames, with_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 IMAGE_TAG = "<image>"
 """Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
+TAGS = {"image": IMAGE_TAG, "audio": "<audio>"}
+"""Those of images and clips of audio, by the types of parts."""
+_NOUNS = {"image": "images", "audio": "clips"}
 _DECODERS = 4
 """Images decoded at a time."""
 
@@ -41,27 +44,37 @@ class DocumentPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """Rules by which images of a source's rows are read and become tokens."""
+    """Rules by which images of a source's rows, and clips of audio, are read and become tokens."""
 
     processor: Processor
     folder: Path | None
     """Folder of relative paths; None where no files are named."""
+    features: tuple[int, ...]
+    """Tokens of features: of images, and of clips where the model hears."""
     tokens: tuple[int, ...]
-    """The token of features, then further ones of images."""
+    """These, and further ones of images and clips, which are never trained on."""
     positions: bool
     """Tokens have positions by time, height and width."""
 
     @classmethod
     def of(cls, processor: Processor, tokenizer: "PreTrainedTokenizerBase", folder: Path | None) -> Self:
         """Return the rules of a model's processor and tokenizer, for images whose paths begin at a folder."""
-        tokens: Any = tokenizer.convert_tokens_to_ids([processor.token, *processor.around])
-        return cls(processor=processor, folder=folder, tokens=tuple(tokens), positions=processor.positions)
+        heard = () if processor.hearing is None else processor.hearing.tokens
+        features: Any = tokenizer.convert_tokens_to_ids([processor.token, *heard[:1]])
+        others: Any = tokenizer.convert_tokens_to_ids([*processor.around, *heard[1:]])
+        tokens = (*features, *others)
+        positions = processor.positions
+        return cls(processor=processor, folder=folder, features=tuple(features), tokens=tokens, positions=positions)
+
+    def are_features(self, tokens: Int[np.ndarray, "*n"]) -> Bool[np.ndarray, "*n"]:
+        """Tell which tokens stand for a feature of an image or a clip."""
+        return np.isin(tokens, self.features)
 
     def attach(self, content: Any, media: Sequence[Any]) -> Any:
-        """Return a row's content with the images of its columns in their places.
+        """Return a row's content with the images and clips of its columns, clips as `Clip`, in their places.
 
-        Parts of messages that name none take them in order, then tags `<image>`; without either, all come before the
-        first user's text.
+        Parts of messages that name none take them in order, then tags `<image>` and `<audio>`; without either, all come
+        before the first user's text.
 
         Raises:
             ValueError: other numbers of images than places, images beside a text that is no chat, or none that are.
@@ -70,49 +83,71 @@ class ImageRules:
             if media:
                 raise ValueError("images need a chat: write the row as 'messages', or use a tokenizer of a chat model")
             return content
-        chat = content if content.images or not media else _at_tags(content, len(media))
-        waiting = sum(image is None for image in chat.images)
-        if waiting != len(media):
-            raise ValueError(f"the row has {len(media)} images in its columns, and {waiting} places for them")
-        next_images = iter(media)
-        sources = [next(next_images) if image is None else image for image in chat.images]
-        chat = self._with_frames(chat._replace(images=tuple(sources)))
-        images = (each if isinstance(each, ImageSource) else image_source(each, self.folder) for each in chat.images)
-        return chat._replace(images=tuple(images))
+        waiting = {kind: [each for each in media if _kind(each) == kind] for kind in TAGS}
+        chat = content if content.images or not media else _at_tags(content, waiting)
+        kinds = [part["type"] for message in chat.messages for part in _parts(message) if part["type"] != "text"]
+        if len(kinds) != len(chat.images):
+            raise ValueError(
+                f"the messages have {len(kinds)} places of images and clips, and {len(chat.images)} of these"
+            )
+        for kind, found in waiting.items():
+            places = sum(kind == own and image is None for own, image in zip(kinds, chat.images, strict=True))
+            if places != len(found):
+                raise ValueError(
+                    f"the row has {len(found)} {_NOUNS[kind]} in its columns, and {places} places for them"
+                )
+        in_order = {kind: iter(found) for kind, found in waiting.items()}
+        pairs = zip(kinds, chat.images, strict=True)
+        sources = [next(in_order[kind]) if image is None else image for kind, image in pairs]
+        read = tuple(self._source(*each) for each in zip(kinds, sources, strict=True))
+        return self._with_frames(chat._replace(images=read))
+
+    def _source(self, kind: str, value: Any) -> Any:
+        """Return an image or a clip where a row holds it; videos stay as they are."""
+        if kind == "audio":
+            return image_source(value.value if isinstance(value, Clip) else value, self.folder, "clip")
+        return value if kind == "video" else image_source(value, self.folder)
 
     def _with_frames(self, chat: Chat) -> Chat:
-        """Return a chat with the times and frames of its videos, as Qwen's processors write them."""
+        """Return a chat with the times and frames of its videos, as processors of its family write them."""
         sources, images, messages = iter(chat.images), list[Any](), list[dict[str, Any]]()
         for message in chat.messages:
             parts = list[dict[str, Any]]()
-            for part in message["content"] if isinstance(message["content"], list) else []:
+            for part in _parts(message):
                 if part["type"] != "video":
                     parts.append(part)
-                    images += [next(sources)] if part["type"] == "image" else []
+                    images += [next(sources)] if part["type"] != "text" else []
                     continue
-                if not self.positions:
-                    raise ValueError("videos are read by Qwen's models alone: give some frames as images")
-                for time, frames in frame_pairs(next(sources), self.folder):
+                if self.processor.videos == "none":
+                    raise ValueError("videos are read by Qwen's models and Gemma 4 alone: give some frames as images")
+                read = frame_pairs if self.processor.videos == "pairs" else timed_frames
+                for time, frames in read(next(sources), self.folder):
                     parts += [{"type": "text", "text": time}, {"type": "image"}]
                     images.append(frames)
             messages.append({**message, "content": parts} if parts else message)
         return chat._replace(messages=messages, images=tuple(images))
 
     def expand(self, pieces: Sequence[tuple[str, bool]], grids: Sequence[Grid]) -> list[tuple[str, bool]]:
-        """Return the pieces of a rendered chat with the tokens of its images in their places.
+        """Return the pieces of a rendered chat with the tokens of its images and clips in their places.
 
         Raises:
             ValueError: the template wrote another number of places.
         """
-        mark = self.processor.mark
-        places = sum(text.count(mark) for text, _ in pieces)
-        if places != len(grids):
-            raise ValueError(
-                f"the chat template writes {places} places of images ({mark}) for {len(grids)} images: "
-                "use the template of a model that sees, or name one with --chat-template"
-            )
-        texts = iter([self.processor.text(grid) for grid in grids])
-        return [(re.sub(re.escape(mark), lambda _: next(texts), text), trained) for text, trained in pieces]
+        pieces = [(with_spaces(text), trained) for text, trained in pieces]
+        processor, hearing = self.processor, self.processor.hearing
+        marks = {processor.mark: "images"} | ({} if hearing is None else {hearing.token: "clips"})
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        found, wanted = [mark for text, _ in pieces for mark in pattern.findall(text)], [*map(processor.mark_of, grids)]
+        for mark, noun in marks.items():
+            if (places := found.count(mark)) != wanted.count(mark):
+                raise ValueError(
+                    f"the chat template writes {places} places of {noun} ({mark}) for {wanted.count(mark)} {noun}: "
+                    "use the template of a model that sees, or name one with --chat-template"
+                )
+        if found != wanted:
+            raise ValueError("the chat template writes images and clips in another order than the messages have them")
+        texts = iter([processor.text(grid) for grid in grids])
+        return [(pattern.sub(lambda _: next(texts), text), trained) for text, trained in pieces]
 
     def encode(
         self, template: ChatTemplate, text: str, grids: Sequence[Grid]
@@ -124,18 +159,18 @@ class ImageRules:
         """
         pieces = self.expand([(piece, False) for piece in plain_pieces(text)], grids)
         tokens = template.encode_pieces([piece for piece, _ in pieces])
-        places = np.flatnonzero(np.array(tokens) == self.tokens[0]).astype(np.int32)
+        places = np.flatnonzero(self.are_features(np.array(tokens))).astype(np.int32)
         if len(places) != sum(map(self.processor.tokens, grids)):
             raise ValueError("the prompt names tokens of images by itself: take them out of the text")
         return tokens, places
 
     def places(self, tokens: Int[np.ndarray, " tokens"], first: int, count: int) -> Int32[np.ndarray, " I"]:
         """Return the tokens of an image's features, by the first of them."""
-        return (first + np.flatnonzero(tokens[first:] == self.tokens[0])[:count]).astype(np.int32)
+        return (first + np.flatnonzero(self.are_features(tokens[first:]))[:count]).astype(np.int32)
 
     def firsts(self, tokens: Int[np.ndarray, " tokens"], grids: Sequence[Grid]) -> list[int]:
         """Return the first token of each image, in order, of those that begin in tokens that show no others."""
-        places = np.flatnonzero(tokens == self.tokens[0])
+        places = np.flatnonzero(self.are_features(tokens))
         before = np.cumsum([0, *map(self.processor.tokens, grids)])[:-1]
         return places[before[before < len(places)]].tolist()
 
@@ -158,8 +193,9 @@ class ImageRules:
             rows.append([])
             token = features = 0
             for begin, end, images in row:
-                grids = [(first, image.grid) for first, image in images]
-                positions[b, token : token + end - begin] = image_positions(end, grids, processor.merge)[begin:]
+                if self.positions:
+                    grids = [(first, image.grid) for first, image in images]
+                    positions[b, token : token + end - begin] = image_positions(end, grids, processor.merge)[begin:]
                 for first, image in images:
                     if begin <= first < end:
                         at, count = token + first - begin, processor.tokens(image.grid)
@@ -196,30 +232,45 @@ class ImageRules:
         return Image(key=record.digest, grid=record.grid, patches=patches)
 
 
-def _at_tags(chat: Chat, images: int) -> Chat:
-    """Return a chat of texts with places of images at its tags, or without tags before the first user's text."""
-    tags = sum(text.count(IMAGE_TAG) for message in chat.messages for text in content_texts(message["content"]))
-    messages = list(chat.messages)
-    if tags:
-        if tags != images:
-            raise ValueError(f"the row has {images} images and {tags} tags {IMAGE_TAG}: give as many")
-        messages = [{**message, "content": _cut(message["content"])} for message in messages]
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else []
+
+
+def _kind(value: Any) -> str:
+    """Return the type of the part of a message that stands for an image or a clip."""
+    return "audio" if isinstance(value, Clip) else "image"
+
+
+def _at_tags(chat: Chat, media: Mapping[str, Sequence[Any]]) -> Chat:
+    """Return a chat of texts with places of images and clips at tags, or without tags before the first user's text."""
+    texts = [text for message in chat.messages for text in content_texts(message["content"])]
+    counts = {kind: sum(text.count(tag) for text in texts) for kind, tag in TAGS.items() if media[kind]}
+    messages, places = list(chat.messages), sum(map(len, media.values()))
+    if any(counts.values()):
+        for kind, tags in counts.items():
+            if tags != (count := len(media[kind])):
+                raise ValueError(f"the row has {count} {_NOUNS[kind]} and {tags} tags {TAGS[kind]}: give as many")
+        messages = [{**message, "content": _cut(message["content"], list(counts))} for message in messages]
     else:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             raise ValueError("the row has images, and no message of a user that they belong to")
         text = [{"type": "text", "text": messages[first]["content"]}] if messages[first]["content"] else []
-        messages[first] = {**messages[first], "content": [*[{"type": "image"}] * images, *text]}
-    return chat._replace(messages=messages, images=(None,) * images)
+        parts = [{"type": kind} for kind, found in media.items() for _ in found]
+        messages[first] = {**messages[first], "content": [*parts, *text]}
+    return chat._replace(messages=messages, images=(None,) * places)
 
 
-def _cut(text: str) -> str | list[dict[str, Any]]:
-    if IMAGE_TAG not in text:
+def _cut(text: str, kinds: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Return the parts of a text at its tags of these kinds; the text where it has none."""
+    pieces = re.split(f"({'|'.join(re.escape(TAGS[kind]) for kind in kinds)})", text)
+    if len(pieces) == 1:
         return text
-    parts: list[dict[str, Any]] = []
-    for number, part in enumerate(text.split(IMAGE_TAG)):
-        parts += [{"type": "image"}] * (number > 0) + ([{"type": "text", "text": part}] if part else [])
-    return parts
+    by_tag = {tag: kind for kind, tag in TAGS.items()}
+    typed = (
+        ({"type": by_tag[piece]} if at % 2 else {"type": "text", "text": piece}) for at, piece in enumerate(pieces)
+    )
+    return [part for part in typed if part.get("text") != ""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +281,11 @@ class ImageReader:
     store: "TokenStore"
     kept: list[Container[tuple]] = field(default_factory=list)
     """Features that are known, by `Image.cache_key`: patches of images that all of them hold are not needed."""
+
+    @property
+    def hears(self) -> bool:
+        """Tell whether there are clips of audio among the images."""
+        return self.store.images is not None and bool(self.store.images.clips.any())
 
     def tokens(self, document: int, length: int) -> Int[np.ndarray, " length"]:
         """Return the first tokens of a document."""
@@ -296,7 +352,7 @@ def cut_before_image(
     tokens: Int[np.ndarray, " tokens"], length: int, images: ImageRecords, document: int, rules: ImageRules
 ) -> int:
     """Return the most tokens of a document, at most `length`, that end in no image."""
-    places = np.flatnonzero(tokens == rules.tokens[0])
+    places = np.flatnonzero(rules.are_features(tokens))
     before = 0
     for number in images.of_document(document):
         count = rules.processor.tokens(images.grid(number))

@@ -26,6 +26,12 @@ WEIGHTS = ("weight", "train", "training")
 _FLAGS = {"0": False, "1": True, "true": True, "false": False}
 
 
+class Clip(NamedTuple):
+    """A clip of audio as a column of a row holds it."""
+
+    value: Any
+
+
 class Chat(NamedTuple):
     """A conversation."""
 
@@ -35,8 +41,8 @@ class Chat(NamedTuple):
     trained: list[bool | None]
     """For each message, whether the row says to train on it; None if it says nothing."""
     images: tuple[Any, ...] = ()
-    """Images in their order; of messages as they are read, None for those that a column of the row has, and parts that
-    are videos."""
+    """Images and clips in their order; of messages as they are read, None for those that a column of the row has, and
+    parts that are videos."""
 
     def with_system(self, text: str) -> "Chat":
         """Return the chat with a system message, unless it begins with one."""
@@ -173,10 +179,10 @@ def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with the images and videos of their contents left out, whatever else these hold."""
+    """Return messages with the images, videos and clips of their contents left out, whatever else these hold."""
     contents = (message.get("content") for message in messages)
     return [
-        {**message, "content": [part for part in content if not (is_image(part) or is_video(part))]}
+        {**message, "content": [part for part in content if not _is_medium(part)]}
         if isinstance(content, list)
         else message
         for message, content in zip(messages, contents, strict=True)
@@ -185,7 +191,7 @@ def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read_content(content: Any, role: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return the text of a content, or its parts where there are images, which are appended."""
-    if images is None or not isinstance(content, list) or not any(is_image(part) or is_video(part) for part in content):
+    if images is None or not isinstance(content, list) or not any(map(_is_medium, content)):
         return _text(content, role)
     parts = list[dict[str, Any]]()
     for part in content:
@@ -195,20 +201,26 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
         elif is_video(part):
             images.append(part)
             parts.append({"type": "video"})
+        elif _is_clip(part):
+            images.append(_image_of(part))
+            parts.append({"type": "audio"})
         elif text := _part(part, role):
             parts.append({"type": "text", "text": text})
     return parts
 
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
-_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
-"""Keys of a part of a message under which its image may be."""
+_AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+_IMAGE_KEYS = ("image", "image_url", *_AUDIO_PARTS, "url", "path", "base64", "bytes", "data")
+"""Keys of a part of a message under which its image or clip may be."""
 
 
 def _image_of(part: dict[str, Any]) -> Any:
-    """Return what a part says its image is, base64 as such; None where a column has it."""
+    """Return what a part says its image or clip is, base64 as such; None where a column has it."""
     key = next((key for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None)
     value = None if key is None else part[key]
+    if key == "input_audio" and isinstance(value, dict):  # OpenAI's, whose data are base64
+        key, value = "data", value.get("data")
     is_base64 = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
     return {"base64": value} if is_base64 else value
 
@@ -221,6 +233,16 @@ def is_image(part: Any) -> bool:
 def is_video(part: Any) -> bool:
     """Return whether a part of a message's content is a video."""
     return isinstance(part, dict) and part.get("type") in ("video", "video_url")
+
+
+def _is_clip(part: Any) -> bool:
+    """Return whether a part of a message's content is a clip of audio."""
+    return isinstance(part, dict) and part.get("type") in _AUDIO_PARTS
+
+
+def _is_medium(part: Any) -> bool:
+    """Return whether a part of a message's content is an image, a video or a clip."""
+    return is_image(part) or is_video(part) or _is_clip(part)
 
 
 def _text(content: Any, role: str) -> str:

@@ -10,7 +10,7 @@ from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import DOUBLED_BOS
-from jaxglue.data.formats import read_row, row_images, unused_note
+from jaxglue.data.formats import read_row, row_media, unused_note
 from jaxglue.data.messages import Chat
 from jaxglue.data.readers import SAVED_INFO, read_rows
 from jaxglue.data.store import TokenStore
@@ -71,7 +71,7 @@ def template_notes(sources: Iterable[Tokenized], tokenizer: PreTrainedTokenizerB
     }
     for one in sources if tokenizer.chat_template else ():
         head = next(read_rows(one.source)) if one.format in remedies else None
-        if head and not row_images(head.value) and not isinstance(read_row(head.value, one.format), Chat):
+        if head and not row_media(head.value) and not isinstance(read_row(head.value, one.format), Chat):
             yield (
                 f"{one.source}: rows of format {one.format} are plain text, without the tokenizer's chat template: "
                 f"{remedies[one.format]}"

@@ -15,6 +15,7 @@ from jaxglue.data.decoding import TokenDecoder
 from jaxglue.data.formats import WHOLE_CHATS
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
+from jaxglue.vision.clips import FRAMES_PER_SECOND
 
 _BYTES = 4
 """Longest character in UTF-8."""
@@ -160,8 +161,12 @@ def _image_texts(data: TokenDataset, document: int) -> dict[int, str]:
     if data.reader is None:
         return {}
     tokens, processor = _tokens(data, document)[0], data.reader.rules.processor
-    texts = dict.fromkeys(np.flatnonzero(tokens == data.reader.rules.tokens[0]).tolist(), "")
+    texts = dict.fromkeys(np.flatnonzero(data.reader.rules.are_features(tokens)).tolist(), "")
     for first, image in data.reader.placed(int(data.documents[document]), tokens):
+        if image.grid.is_clip:
+            seconds, count = image.grid.rows / FRAMES_PER_SECOND, processor.tokens(image.grid)
+            texts[first] = f"⟨clip of {seconds:.1f} seconds, {count} tokens⟩"
+            continue
         height, width = image.grid.rows * processor.patch, image.grid.columns * processor.patch
         texts[first] = f"⟨image of {width} × {height} pixels, {processor.tokens(image.grid)} tokens⟩"
     return texts

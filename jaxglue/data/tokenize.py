@@ -24,13 +24,13 @@ from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import (
     ANSWER_KEYS,
-    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
     PAIR_COLUMNS,
     detect_format,
     detect_preference,
     read_answers,
     read_row,
-    row_images,
+    row_media,
     unused_columns,
 )
 from jaxglue.data.images import ImageRules
@@ -180,11 +180,11 @@ def _unread(rows: Iterable[Row], encoder: UnitEncoder) -> list[str]:
 
 
 def _unused(rows: Iterable[Row], format: str, columns: Columns, images: ImageRules | None) -> list[str]:
-    return [name for name in unused_columns(rows, format, columns) if images is None or name not in IMAGE_COLUMNS]
+    return [name for name in unused_columns(rows, format, columns) if images is None or name not in MEDIA_COLUMNS]
 
 
 def _has_images(head: Sequence[Row]) -> bool:
-    return any(row_images(row.value) for row in head[:_CHUNK])
+    return any(row_media(row.value) for row in head[:_CHUNK])
 
 
 def make_encoder(

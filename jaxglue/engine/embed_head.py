@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -259,16 +260,20 @@ class EmbedHead:
             trainable, frozen: parameters of the embedding's part, with the tower.
             patches: on the devices.
         """
-        weights = {"vision": trainable["vision"]} if "vision" in trainable else {}, {"vision": frozen["vision"]}
-        return self._image_features_program(*weights, patches)
+        trees = trainable, frozen
+        towers = tuple({name: part for name, part in tree.items() if name == "vision"} for tree in trees)
+        others = ({name: part for name, part in tree.items() if name != "vision"} for tree in trees)
+        unread = tuple(jax.tree.map(lambda _: np.zeros(()), tree) for tree in others)
+        return self._image_features_program(*towers, unread, patches)
 
-    def _image_features(self, trainable: Params, frozen: Params, patches: Patches):
+    def _image_features(self, trainable: Params, frozen: Params, unread: tuple[Params, Params], patches: Patches):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen), "embed_tokens")
-        table = {"weight": jnp.zeros((1, self.config.hidden_size))}
+        stand_ins = jax.tree.map(lambda _: jnp.zeros(()), unread)  # of the tables, which would be copied
 
         def program(weights, patches):
-            trained, others = gather(layout, weights, stored)
-            embed_tokens = merge_module(self._graphdefs.embed_tokens, trained, table | others)
+            towers = gather(layout, weights, stored)
+            trees = [tower | others for tower, others in zip(towers, stand_ins, strict=True)]
+            embed_tokens = merge_module(self._graphdefs.embed_tokens, *trees)
             return embed_tokens.vision(patches, self._dtype, backend=self._attention)
 
         specs = stored, jax.tree.map(lambda _: layout.row_spec, patches)

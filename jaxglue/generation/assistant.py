@@ -260,7 +260,7 @@ def tower_of(folder: Path) -> TowerConfig | None:
     processor = read_processor(folder, raw)
     if processor is None:
         return None
-    return with_vision(config_from_hf(raw), raw, mean=processor.mean, std=processor.std).vision
+    return with_vision(config_from_hf(raw), raw, hears=True, mean=processor.mean, std=processor.std).vision
 
 
 def _require_exact(model: DecoderConfig, dtype, rank: int) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.files import Row
-from jaxglue.data.formats import IMAGE_COLUMNS, UNSEEN, refuse_media, row_images, with_system
+from jaxglue.data.formats import MEDIA_COLUMNS, UNSEEN, refuse_media, row_media, with_system
 from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
@@ -93,7 +93,7 @@ class PromptDataset(TokenDataset):
         if self.reader is None or not prompt.records:
             return []
         images = self.reader.decoded([Image.of(record) for record in prompt.records])
-        places = np.flatnonzero(np.array(prompt.tokens) == self.reader.rules.tokens[0]).astype(np.int32)
+        places = np.flatnonzero(self.reader.rules.are_features(np.array(prompt.tokens))).astype(np.int32)
         ends = np.cumsum([self.reader.rules.processor.tokens(image.grid) for image in images])
         return [PromptImage(*pair) for pair in zip(images, np.split(places, ends[:-1]), strict=True)]
 
@@ -229,12 +229,12 @@ class _Encoder:
         key = next((key for key in _KEYS if row.get(key)), None)
         if key is None and self._tools is None:
             raise ValueError(f"a prompt needs one of {', '.join(_KEYS)}; the row's keys are {listed(row)}")
-        media = [] if self.rules is None else row_images(row)
+        media = [] if self.rules is None else row_media(row)
         if self.rules is None:
             refuse_media(row)
         else:
             refuse_media(row, UNSEEN)
-        unread = (key, "tools", "system", *(IMAGE_COLUMNS if media else ()))
+        unread = (key, "tools", "system", *(MEDIA_COLUMNS if media else ()))
         columns = {name: value for name, value in row.items() if name not in unread}
         if key == "prompt" and isinstance(row[key], str):
             if other := next((name for name in ("system", "tools") if row.get(name)), None):

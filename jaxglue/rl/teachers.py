@@ -206,10 +206,14 @@ class ServedTeachers:
     ) -> None:
         """Refuse rows without a teacher, and teachers of another vocabulary, as far as a prompt of each shows.
 
-        Those that see no images are refused by a prompt with some.
+        Those that see no images are refused by a prompt with some, and all by one with a clip of audio.
         """
         checked = set[tuple[str | None, bool]]()
         for prompt in prompts:
+            if any(record.grid.is_clip for record in prompt.records):
+                raise ValueError(
+                    f"{prompt.origin}: servers take no clips of audio beside tokens: name a folder as --teacher"
+                )
             if (kind := (self._name(prompt), bool(prompt.records))) not in checked and len(prompt.tokens) > 1:
                 checked.add(kind)
                 tokens, images = prompt.teacher or prompt.tokens, [*map(Image.of, prompt.records)]

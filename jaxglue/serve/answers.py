@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxglue.data.formats import UNSEEN, refuse_media, row_images, with_system
+from jaxglue.data.formats import UNSEEN, refuse_media, row_media, with_system
 from jaxglue.data.messages import Chat, read_chat
 from jaxglue.files.json_file import parse_json, read_json
 from jaxglue.files.regular_file import read_regular_text
@@ -75,7 +75,7 @@ def encode_rows(assistant: Assistant, rows: Sequence[Row], config: GenerateConfi
 
 
 def _encode_row(assistant: Assistant, row: Row, config: GenerateConfig) -> Prompt:
-    media = [*config.image, *row_images(row)]
+    media = [*config.image, *row_media(row)]
     if "messages" not in row and not media:
         return Prompt(encode_prompt(assistant.tokenizer, row["prompt"], system=config.system, raw=config.raw))
     if config.raw and media:

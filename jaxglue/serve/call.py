@@ -127,7 +127,8 @@ async def chat_prompt(host: Host, body: dict[str, Any], *, bounded: bool = True)
         chat = host.assistant.attach(chat) if chat.images else chat
         if len(chat.images) > MOST_PAIRS:
             raise BadRequestError(
-                f"videos of {len(chat.images)} pairs of frames: at most {MOST_PAIRS} are taken", parameter="messages"
+                f"videos of {len(chat.images)} frames, or pairs of these: at most {MOST_PAIRS} are taken",
+                parameter="messages",
             )
         contents = "\n".join(chain.from_iterable(content_texts(message["content"]) for message in chat.messages))
         require_short(voice.tokenizer, contents, length)

@@ -22,7 +22,7 @@ _ARRAY = rf"((\.stored)?\.(codes|values|scales|absmax|divisors|{_SERVED}))?"
 """An array of a quantized matrix with a row for each of its rows."""
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
-    (r"^model\.(visual|vision_|multi_modal|embed_vision)",           P()),  # towers
+    (r"^model\.(visual|(embed_)?(vision|audio)|multi_modal)",       P()),  # towers
     (r"\.experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",              P("expert")),
     (r"\.experts\.\w+_proj(_[a-z]+)?$",                             P("expert", "fsdp")),  # [E, ·, ·], also parts
     (rf"\.experts\.\w+_proj(\.weight)?\.rows{_ARRAY}$",             P(("expert", "fsdp"))),  # [E·out, ·]

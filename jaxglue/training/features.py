@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.sharding.mesh import place_rows
 from jaxglue.training.feature_files import FeatureFiles
+from jaxglue.vision.clips import MAX_TOKENS
 from jaxglue.vision.processor import Grid
 from jaxglue.vision.rows import Image, Images, RowImages, aligned, alignment, pack_patches
 
@@ -65,7 +66,7 @@ class ImageFeatures:
         self._trainable, self._frozen = trainable["embed_tokens"], frozen["embed_tokens"]
         self._limit = _SHARE * available_memory() if limit is None else limit
         self._processor = readers[0].rules.processor
-        self._size, self._align = _row_size(readers, more), alignment(self._processor)
+        self._rows = {clips: _row(readers, more, clips) for clips in (False, True)}
         self._kept: dict[tuple, np.ndarray] = {}
         self._passing, self._lock = dict[tuple, np.ndarray](), Lock()
         vision = executor.config.vision
@@ -101,7 +102,8 @@ class ImageFeatures:
         """Return what the features depend on, beside the images."""
         weights = check_arrays({"vision": self._trainable.get("vision", {})} | {"frozen": self._frozen["vision"]})
         digests = [(name, check.digest) for name, check in weights.items()]
-        computation = [self._processor.key, self._size, self._align, str(jax.config.jax_default_matmul_precision)]
+        rows = [part for row in self._rows.values() if row.size for part in row]
+        computation = [self._processor.key, *rows, str(jax.config.jax_default_matmul_precision)]
         return [digests, repr(self._executor.config.vision), *computation]
 
     def __contains__(self, key: object) -> bool:
@@ -141,19 +143,19 @@ class ImageFeatures:
         """Yield the features of images by their keys, and keep as many as there is room for."""
         frozen = self._frozen if not images else self._frozen | {"vision": to_device(self._frozen["vision"])}
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
-        merge, align = self._processor.merge**2, self._align
         groups = (
-            group
+            (group, row)
             for same in _of_widths(images)  # in one row with a video's frames, an image's features round otherwise
-            for group in _groups(same, shards, self._size, align)
+            for row in (self._rows[same[0].grid.is_clip],)
+            for group in _groups(same, shards, *row)
         )
-        for group in groups:
-            placed = place_rows(pack_patches(group, self._processor, self._size, align), self._mesh)
+        for group, (size, align) in groups:
+            placed = place_rows(pack_patches(group, self._processor, size, align), self._mesh)
             values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, frozen, placed)))
             for line, row in zip(values, group, strict=True):
                 start = 0
                 for image in row:
-                    first = start // merge
+                    first = start // self._processor.merged(image.grid)
                     features = np.ascontiguousarray(line[first : first + self._processor.tokens(image.grid)])
                     start += aligned(image.grid.patches, align)
                     self._keep(image, features)
@@ -190,11 +192,11 @@ def _with_tower(frozen: Params, tower: Params) -> Params:
 
 
 def _of_widths(images: Sequence[Image]) -> list[list[Image]]:
-    """Return images, and pairs of a video's frames, by themselves."""
-    by_width = dict[int, list[Image]]()
+    """Return images, pairs of a video's frames, and clips of audio, by themselves."""
+    by_width = dict[tuple[bool, int], list[Image]]()
     for image in images:
         assert image.patches is not None
-        by_width.setdefault(image.patches.shape[1], []).append(image)
+        by_width.setdefault((image.grid.is_clip, image.patches.shape[1]), []).append(image)
     return list(by_width.values())
 
 
@@ -209,13 +211,27 @@ def _features(readers: Sequence[ImageReader]) -> int:
     return sum(tokens(Grid(*grid)) * count for grid, count in zip(grids.tolist(), counts.tolist(), strict=True))
 
 
-def _row_size(readers: Sequence[ImageReader], more: bool) -> int:
-    """Return the patches of every row: one size for a run, in which an image's features are the same to the bit."""
+class _Row(NamedTuple):
+    """Layout of every row: one for a run, in which an image's features are the same to the bit."""
+
+    size: int
+    """Patches."""
+    align: int
+    """Images begin at multiples of it."""
+
+
+def _row(readers: Sequence[ImageReader], more: bool, clips: bool) -> _Row:
+    """Return the layout of rows of images, or of clips of audio."""
     processor = readers[0].rules.processor
-    grids = [reader.store.images.grids for reader in readers if reader.store.images is not None]
-    most = processor.max_tokens * processor.merge**2 if more else max(int(part.prod(1).max()) for part in grids)
-    largest = aligned(most, alignment(processor))
-    return max(largest, min(_ROW, _IMAGES * largest))
+    stored = [reader.store.images.grids for reader in readers if reader.store.images is not None]
+    grids = [Grid(*grid) for grid in np.unique(np.concatenate(stored), axis=0).tolist()] if stored else []
+    most = max((grid.patches for grid in grids if grid.is_clip == clips), default=0)
+    if more:
+        heard = 0 if processor.hearing is None else MAX_TOKENS
+        most = heard if clips else processor.max_tokens * processor.merge**2
+    align = alignment(processor, clips)
+    largest = aligned(most, align)
+    return _Row(max(largest, min(_ROW, _IMAGES * largest)), align)
 
 
 def _groups(images: Sequence[Image], shards: int, size: int, align: int) -> Iterator[list[list[Image]]]:

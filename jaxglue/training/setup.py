@@ -77,7 +77,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     source = row_source(config, model)
     with processes.main_process_first():
         data = source.read(vocabulary.tokenizer, DataProgress() if processes.is_main else None, columns)
-    model, base = _with_tower_for(config, model, base, data)
+    model, base = _with_tower_for(config, model, base, data, processes)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
     tower = _tower_work(config, data, processes)
@@ -158,7 +158,7 @@ def resolve_model(config: TrainConfig, *, images: bool = False) -> Setup:
     config, model, base, vocabulary = _read_model(config, SINGLE_PROCESS)
     assert config.run.steps is not None
     if images:
-        model, base = _with_tower(model, base)
+        model, base = _with_tower(model, base, hears=True)
     workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
     return Setup(
         base=base,
@@ -198,7 +198,7 @@ def _read_model(config: TrainConfig, processes: Processes) -> tuple[TrainConfig,
 
 
 def _with_tower_for(
-    config: TrainConfig, model: DecoderConfig, base: Base, data: PreparedData
+    config: TrainConfig, model: DecoderConfig, base: Base, data: PreparedData, processes: Processes
 ) -> tuple[DecoderConfig, Base]:
     """Return the architecture in training and the base with a vision tower where the data have images.
 
@@ -212,7 +212,10 @@ def _with_tower_for(
         return model, base
     if config.model.train_draft != "off":
         raise ValueError(f"--train-draft {config.model.train_draft}: draft heads train on texts alone: leave it out")
-    return _with_tower(model, base)
+    if processes.count > 1 and any(reader.hears for reader in data.readers):
+        raise ValueError("clips of audio are read by one process: start one, or leave out rows with clips")
+    hears = data.stream is not None or any(reader.hears for reader in data.readers)
+    return _with_tower(model, base, hears=hears)
 
 
 def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -> TowerWork | None:
@@ -222,7 +225,7 @@ def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -
     if images is None or keeps or config.objective.kind.needs_rollouts:
         return None
     store = data.train.store
-    return TowerWork(images=len(images) / float(store.lengths.sum()), patches=float(images.grids.prod(1).mean()))
+    return TowerWork(images=len(images) / float(store.lengths.sum()), patches=float(images.patches.mean()))
 
 
 def _leaves_device(config: TrainConfig, model: DecoderConfig, processes: Processes) -> bool:
@@ -246,11 +249,15 @@ def _keeps_features(trains: Trains, processes: Processes) -> bool:
     return trains == "none" and processes.count == 1
 
 
-def _with_tower(model: DecoderConfig, base: Base) -> tuple[DecoderConfig, Base]:
-    """Return an architecture and its base with a vision tower; raise ValueError for one that is not read."""
+def _with_tower(model: DecoderConfig, base: Base, *, hears: bool) -> tuple[DecoderConfig, Base]:
+    """Return an architecture and its base with a vision tower, and that of clips of audio where the model `hears`.
+
+    Raises:
+        ValueError: a tower that is not read.
+    """
     if model.vision is None:
         raw = read_config(base.folder)
-        model = with_vision(model, raw, **normalization(base.folder, raw))
+        model = with_vision(model, raw, hears=hears, **normalization(base.folder, raw))
     assert model.vision is not None
     if not base.random:
         check_weights(base.folder, model)

@@ -75,7 +75,7 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
     return model
 
 
-def normalization(folder: Path, raw: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def normalization(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return mean and deviation of colors by which a folder's tower was trained."""
     processor = read_processor(folder, raw)
     return {} if processor is None else {"mean": processor.mean, "std": processor.std}

@@ -1,4 +1,4 @@
-"""Images of strangers: where rows hold them, their bytes, and pixels, with bounds before anything is decoded."""
+"""Images and clips of strangers: where rows hold them, their bytes, and pixels, with bounds before decoding."""
 
 import base64
 import binascii
@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,15 +32,18 @@ _PAIR = b"jaxglue: two frames\n"
 _DATA_URL = "data:"
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
-_KEYS = ("image", "image_url", "url", "path", "base64", "bytes", "data")
-"""Keys under which parts of messages and rows hold an image."""
+_KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "base64", "bytes", "data")
+"""Keys under which parts of messages and rows hold an image, or a clip of audio."""
+Kind = Literal["image", "clip", "frame"]
+"""Image, clip of audio, or frame of a video."""
 
 
 class ImageSource(NamedTuple):
-    """An image where a row holds it: its bytes, or the file that has them, perhaps inside of a zip file."""
+    """An image where a row holds it: its bytes, or the file that has them, perhaps inside of a zip file; or a clip."""
 
     data: bytes = b""
     path: str = ""
+    kind: Kind = "image"
 
     @property
     def file(self) -> Path:
@@ -60,9 +63,9 @@ class ImageSource(NamedTuple):
             with open_regular(self.file) as file:
                 data = self._member(file) if self.file != Path(self.path) else file.read(MAX_BYTES + 1)
         except OSError as error:
-            raise ValueError(f"image {self.path}: {error.strerror or error}") from error
+            raise ValueError(f"{self.kind} {self.path}: {error.strerror or error}") from error
         if len(data) > MAX_BYTES:
-            raise ValueError(f"image {self.path}: more than {MAX_BYTES:,} bytes: store it smaller")
+            raise ValueError(f"{self.kind} {self.path}: more than {MAX_BYTES:,} bytes: store it smaller")
         return data
 
     def _member(self, file: IO[bytes]) -> bytes:
@@ -72,60 +75,62 @@ class ImageSource(NamedTuple):
             with zipfile.ZipFile(file) as archive, archive.open(name) as member:
                 return member.read(MAX_BYTES + 1)
         except KeyError:
-            raise ValueError(f"image {self.path}: {self.file} has no {name}") from None
+            raise ValueError(f"{self.kind} {self.path}: {self.file} has no {name}") from None
         except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
-            raise ValueError(f"image {self.path}: the zip file cannot be read: {error}") from error
+            raise ValueError(f"{self.kind} {self.path}: the zip file cannot be read: {error}") from error
 
 
-def image_source(value: Any, folder: Path | None) -> ImageSource:
+def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> ImageSource:
     """Return the image of a row's value: a path, a data URL, base64, bytes, or an object that holds one of them.
 
     Args:
         value: such as `cat.png`, `{"bytes": …, "path": …}` of `datasets`, `{"url": "data:image/png;base64,…"}`.
         folder: of relative paths; None for values that may name no file.
+        kind: of the value; a clip of audio comes in the same forms.
 
     Raises:
         ValueError: none of these, or an address of the network, which is not read.
     """
+    a = "a clip" if kind == "clip" else "an image"
     if isinstance(value, bytes | bytearray):
-        return ImageSource(data=_bounded(bytes(value)))
+        return ImageSource(data=_bounded(bytes(value), a), kind=kind)
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
-            return ImageSource(data=_bounded(value["bytes"]))
+            return ImageSource(data=_bounded(value["bytes"], a), kind=kind)
         if isinstance(value.get("base64"), str):
-            return ImageSource(data=_decoded(value["base64"]))
+            return ImageSource(data=_decoded(value["base64"], a), kind=kind)
         named = next((value[key] for key in _KEYS if value.get(key) not in (None, "", b"")), None)
         if named is None:
             keys = ", ".join(repr(str(key)[:40]) for key in list(value)[:10])
-            raise ValueError(f"an image needs one of {', '.join(_KEYS)}; its keys are {keys or 'none'}")
-        return image_source(named, folder)
+            raise ValueError(f"{a} needs one of {', '.join(_KEYS)}; its keys are {keys or 'none'}")
+        return image_source(named, folder, kind)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"an image must be a path, a data: URL or bytes, got {type(value).__name__}")
+        raise ValueError(f"{a} must be a path, a data: URL or bytes, got {type(value).__name__}")
     if value.startswith(_DATA_URL):
         head, comma, text = value.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise ValueError(f"{value[:40]!r}: a data: URL of an image ends its head with ;base64,")
-        return ImageSource(data=_decoded(text))
+            raise ValueError(f"{value[:40]!r}: a data: URL of {a} ends its head with ;base64,")
+        return ImageSource(data=_decoded(text, a), kind=kind)
     if "://" in value[:32] and not value.startswith("file://"):
-        raise ValueError(f"{value[:80]!r}: images are not fetched from the network: download it, and name the file")
+        raise ValueError(f"{value[:80]!r}: {kind}s are not fetched from the network: download it, and name the file")
     if folder is None:
         raise ValueError(f"{value[:80]!r}: files are not read here: send a data: URL with base64")
-    return ImageSource(path=str(folder / value.removeprefix("file://")))
+    return ImageSource(path=str(folder / value.removeprefix("file://")), kind=kind)
 
 
-def _bounded(data: bytes) -> bytes:
+def _bounded(data: bytes, a: str) -> bytes:
     if len(data) > MAX_BYTES:
-        raise ValueError(f"an image of {len(data):,} bytes: at most {MAX_BYTES:,} are read")
+        raise ValueError(f"{a} of {len(data):,} bytes: at most {MAX_BYTES:,} are read")
     return data
 
 
-def _decoded(text: str) -> bytes:
+def _decoded(text: str, a: str) -> bytes:
     if len(text) > MAX_BYTES * 4 // 3:
-        raise ValueError(f"an image of {len(text):,} characters of base64: at most {MAX_BYTES * 4 // 3:,} are read")
+        raise ValueError(f"{a} of {len(text):,} characters of base64: at most {MAX_BYTES * 4 // 3:,} are read")
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"an image in base64 that cannot be decoded: {error}") from error
+        raise ValueError(f"{a} in base64 that cannot be decoded: {error}") from error
 
 
 def join_frames(first: bytes, second: bytes) -> bytes:

@@ -1,16 +1,17 @@
-"""Processors: the size to which an image is brought, its patches, and the tokens that stand for it."""
+"""Processors: the size to which an image is brought, its patches, and the tokens that stand for it; those of clips."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Float32, Int32, UInt8
 
 from jaxglue.files.json_file import read_json
 from jaxglue.parts import Registry
+from jaxglue.vision.clips import FRAMES, clip_frames, log_mel, read_clip
 from jaxglue.vision.images import frames_of, read_image
 
 DEFAULT_TOKENS = 2048
@@ -21,15 +22,81 @@ _HALF = (0.5, 0.5, 0.5)
 
 
 class Grid(NamedTuple):
-    """Patches of an image."""
+    """Patches of an image, or frames of a clip of audio: as many rows, and no columns."""
 
     rows: int
     columns: int
 
     @property
+    def is_clip(self) -> bool:
+        """Tell whether these are the frames of a clip."""
+        return not self.columns
+
+    @property
     def patches(self) -> int:
-        """Return their number."""
-        return self.rows * self.columns
+        """Return the number of patches; of a clip that of its tokens."""
+        return -(-self.rows // FRAMES) if self.is_clip else self.rows * self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hearing:
+    """The rule by which clips of audio become frames and tokens."""
+
+    bands: int
+    """Of a frame."""
+    token: str = ""
+    """Token that stands for a feature of a clip."""
+    begin: str = ""
+    """Token before a clip's."""
+    end: str = ""
+    """Token behind them."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], audio: Mapping[str, Any]) -> Self:
+        """Return the rule of a feature extractor's settings and an `audio_config`, whose tower reads as many bands.
+
+        Raises:
+            ValueError: settings that are not supported.
+        """
+        channels = audio.get("subsampling_conv_channels")
+        bands = channels[0] if isinstance(channels, list) and channels else 128
+        for name, value in (_HEARD | {"feature_size": bands}).items():
+            if settings.get(name, value) != value:
+                raise ValueError(
+                    f"processor_config.json: {name} {settings[name]!r:.60} of the feature extractor is not supported: "
+                    f"only {value}"
+                )
+        return cls(bands=bands)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return all tokens of a clip, the one of features first."""
+        return tuple(text for text in (self.token, self.begin, self.end) if text)
+
+    def text(self, tokens: int) -> str:
+        """Return the text of a clip of so many tokens."""
+        return f"{self.begin}{self.token * tokens}{self.end}"
+
+    def grid(self, data: bytes) -> Grid:
+        """Return the frames of a clip, which is decoded; raise ValueError as `read_clip`."""
+        return Grid(clip_frames(len(read_clip(data))), 0)
+
+    def frames(self, data: bytes) -> Float32[np.ndarray, "n values"]:
+        """Return a clip's frames, those of a token side by side, with zeros behind the last one.
+
+        Raises:
+            ValueError: as `read_clip`.
+        """
+        frames = log_mel(read_clip(data), self.bands)
+        return np.pad(frames, ((0, -len(frames) % FRAMES), (0, 0))).reshape(-1, FRAMES * self.bands)
+
+
+_HEARD = {
+    **{"sampling_rate": 16_000, "frame_length_ms": 20.0, "hop_length_ms": 10.0, "mel_floor": 1e-3, "dither": 0.0},
+    **{"min_frequency": 0.0, "max_frequency": 8000.0, "preemphasis": 0.0, "fft_overdrive": False},
+    **{"input_scale_factor": 1.0, "per_bin_mean": None, "per_bin_stddev": None},
+}
+"""Settings of feature extractors: transformers' defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +123,17 @@ class Processor:
     """Token behind them."""
     stand_in: int | None = None
     """Token whose own embeddings the layers of some models have at features; None for the features' token."""
+    hearing: Hearing | None = None
+    """Of clips of audio; None for a model that hears none."""
 
     positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
     channels_last: ClassVar[bool] = False
     """A patch's values are (y, x, channel), not (channel, y, x)."""
+    videos: ClassVar[Literal["none", "pairs", "frames"]] = "none"
+    """How videos are read: by pairs of frames, or single ones."""
+    hears: ClassVar[bool] = False
+    """Models with an `audio_config` hear clips, unless images' tokens see later ones: no such model is known."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -83,6 +156,10 @@ class Processor:
         """Return the text that the chat template writes for an image."""
         return self.token
 
+    def mark_of(self, grid: Grid) -> str:
+        """Return the text that the chat template writes for an image or a clip."""
+        return self.hearing.token if self.hearing is not None and grid.is_clip else self.mark
+
     @property
     def around(self) -> tuple[str, ...]:
         """Return further tokens of an image, which are never trained on."""
@@ -92,9 +169,17 @@ class Processor:
         """Return the patches of an image of so many pixels."""
         raise NotImplementedError
 
+    def frame_grid(self, height: int, width: int) -> Grid:
+        """Return the patches of a video's frame of so many pixels."""
+        return self.grid(height, width)
+
     def tokens(self, grid: Grid) -> int:
-        """Return the features of an image, each of which is a token's embedding."""
-        return grid.patches // self.merge**2
+        """Return the features of an image or a clip, each of which is a token's embedding."""
+        return grid.patches // self.merged(grid)
+
+    def merged(self, grid: Grid) -> int:
+        """Return the patches of a feature."""
+        return 1 if grid.is_clip else self.merge**2
 
     def text(self, grid: Grid) -> str:
         """Return the text that stands in the place of `mark`."""
@@ -103,14 +188,18 @@ class Processor:
     def marked_text(self, grid: Grid) -> str:
         """Return an image's text with the marks around it, where no template writes these."""
         text = self.text(grid)
-        return text if self.begin in text else f"{self.begin}{text}{self.end}"
+        return text if grid.is_clip or self.begin in text else f"{self.begin}{text}{self.end}"
 
-    def patches(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"]:
+    def patches(self, data: bytes, grid: Grid) -> UInt8[np.ndarray, "P C"] | Float32[np.ndarray, "P C"]:
         """Decode an image, bring it to the size of its patches, and cut it; of a pair of frames each.
 
+        Of a clip: see `Hearing.frames`.
+
         Raises:
-            ValueError: as `read_image`.
+            ValueError: as `read_image` and `read_clip`.
         """
+        if self.hearing is not None and grid.is_clip:
+            return self.hearing.frames(data)
         frames = [self._cut(frame, grid) for frame in frames_of(data)]
         return frames[0] if len(frames) == 1 else np.concatenate(frames, axis=1)
 
@@ -122,7 +211,14 @@ class Processor:
         return np.ascontiguousarray(pixels.transpose(order)).reshape(grid.patches, 3 * p * p)
 
     def places(self, grid: Grid) -> Int32[np.ndarray, "P 4"]:
-        """Return row and column of each patch, and the rows and columns of its image."""
+        """Return row and column of each patch, and the rows and columns of its image.
+
+        Of a clip: the number of each token and of its frames, then ones.
+        """
+        if grid.is_clip:
+            number = np.arange(grid.patches, dtype=np.int32)
+            ones = np.ones_like(number)
+            return np.stack([number, np.minimum(grid.rows - FRAMES * number, FRAMES), ones, ones], axis=1)
         m = self.merge
         rows, columns = np.indices((grid.rows, grid.columns), np.int32)
         blocks = (np.stack([rows, columns], -1)).reshape(grid.rows // m, m, grid.columns // m, m, 2)
@@ -157,15 +253,20 @@ def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None 
         or not isinstance(raw.get("vision_config"), Mapping)
     ):
         return None
-    return PROCESSORS[model_type].of(_settings(folder), raw, max_tokens)
+    processor = PROCESSORS[model_type].of(_settings(folder, "image_processor"), raw, max_tokens)
+    if isinstance(processor, BudgetProcessor):
+        processor = processor.for_videos(_settings(folder, "video_processor"))
+    if not processor.hears or processor.spans or not isinstance(raw.get("audio_config"), Mapping):
+        return processor
+    return replace(processor, hearing=Hearing.of(_settings(folder, "feature_extractor"), raw["audio_config"]))
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a folder's image processor: those beside other processors' come first."""
-    for name, inner in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+def _settings(folder: Path, kind: str) -> Mapping[str, Any]:
+    """Return the settings of a folder's processor of a kind: those beside other processors' come first."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():
             raw = read_json(folder / name)
-            settings = raw.get(inner) if inner else raw
+            settings = raw.get(kind) if name == "processor_config.json" else raw
             if isinstance(settings, Mapping):
                 return settings
     return {}
@@ -189,7 +290,12 @@ def with_texts(processor: Processor, raw: Mapping[str, Any], text_of: Any) -> Pr
         return None
     begin = text(("vision_start_token_id", "boi_token_id", "boi_token_index"))
     end = text(("vision_end_token_id", "eoi_token_id", "eoi_token_index"))
-    return replace(processor, token=token, begin=begin, end=end)
+    seeing, hearing = replace(processor, token=token, begin=begin, end=end), processor.hearing
+    if hearing is None:
+        return seeing
+    begin, end = text(("boa_token_id",)), text(("eoa_token_id", "eoa_token_index"))
+    hearing = replace(hearing, token=text(("audio_token_id",)), begin=begin, end=end)
+    return replace(seeing, hearing=hearing if hearing.token else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +305,7 @@ class AreaProcessor(Processor):
     min_pixels: int
     max_pixels: int
     positions = True
+    videos = "pairs"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -344,7 +451,11 @@ class BudgetProcessor(Processor):
 
     bidirectional: bool
     """An image's tokens see later ones of it."""
+    frame_tokens: int = _BUDGETS[0]
+    """Most tokens of a video's frame."""
     channels_last = True
+    videos = "frames"
+    hears = True
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -373,23 +484,44 @@ class BudgetProcessor(Processor):
 
     def grid(self, height: int, width: int) -> Grid:
         """See `Processor`."""
+        return self._grid(height, width, self.max_tokens)
+
+    def frame_grid(self, height: int, width: int) -> Grid:
+        """See `Processor`."""
+        return self._grid(height, width, self.frame_tokens)
+
+    def for_videos(self, settings: Mapping[str, Any]) -> Self:
+        """Return the processor with the budget of a video processor's settings, as far as that of images allows."""
+        budget = settings.get("max_soft_tokens") or _BUDGETS[0]
+        if budget not in _BUDGETS:
+            raise ValueError(
+                f"max_soft_tokens {budget!r:.60}: frames take {', '.join(map(str, _BUDGETS))} tokens at most"
+            )
+        return replace(self, frame_tokens=min(budget, self.max_tokens))
+
+    def _grid(self, height: int, width: int, most: int) -> Grid:
+        """Return the patches of an image within a number of tokens."""
         unit = self.patch * self.merge
-        factor = math.sqrt(self.max_tokens * unit**2 / (height * width))
+        factor = math.sqrt(most * unit**2 / (height * width))
         rows, columns = (math.floor(factor * side / unit) for side in (height, width))
         if rows == 0:
-            rows, columns = 1, min(width // height, self.max_tokens)
+            rows, columns = 1, min(width // height, most)
         elif columns == 0:
-            rows, columns = min(height // width, self.max_tokens), 1
+            rows, columns = min(height // width, most), 1
         return Grid(rows * self.merge, columns * self.merge)
 
     def text(self, grid: Grid) -> str:
         """See `Processor`."""
+        if self.hearing is not None and grid.is_clip:
+            return self.hearing.text(self.tokens(grid))
         return f"{self.begin}{self.token * self.tokens(grid)}{self.end}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargePatchProcessor(BudgetProcessor):
     """Gemma 4 12B's: as Gemma 4's, and merged patches are read as they are."""
+
+    hears = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64, UInt8
+from jaxtyping import Bool, Int32, Int64, UInt8
 
-from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, frames_of, image_size, read_image
+from jaxglue.vision.clips import FRAMES
+from jaxglue.vision.images import MAX_PIXELS, ImageSource, Kind, digest_of, frames_of, image_size, read_image
 from jaxglue.vision.processor import Grid, Processor
 
 
@@ -26,33 +27,47 @@ class ImageRecord(NamedTuple):
         """Return its bytes; raise ValueError where its file is not the one that was recorded."""
         data = self.source.read()
         if digest_of(data) != self.digest:
-            raise ValueError(f"image {self.source.path} was changed while it was in use: bring it back, or start again")
+            raise ValueError(
+                f"{self.source.kind} {self.source.path} was changed while it was in use: bring it back, or start again"
+            )
         return data
 
 
 def record_image(source: ImageSource, processor: Processor, number: int, max_pixels: int = MAX_PIXELS) -> ImageRecord:
-    """Read and decode an image once, so that a damaged one is found before training.
+    """Read and decode an image or a clip once, so that a damaged one is found before training.
 
     Raises:
-        ValueError: as `ImageSource.read` and `read_image`, naming the image in its row.
+        ValueError: as `ImageSource.read`, `read_image` and `read_clip`, naming the image in its row; or a clip and a
+            model that hears none.
     """
+    kind = source.kind
     try:
         stamp = _stamp(source) if source.path else (0, 0)
         data = source.read()
-        grid = processor.grid(*image_size(data, max_pixels))
-        for frame in frames_of(data):
-            read_image(frame, max_pixels)
+        grid = _grid(source, data, processor, max_pixels)
     except ValueError as error:
         where = "" if source.path and source.path in str(error) else f" {source.path}" if source.path else ""
-        raise ValueError(f"image {number}{where}: {error}".replace(f"image {number}: image", "image")) from error
+        raise ValueError(f"{kind} {number}{where}: {error}".replace(f"{kind} {number}: {kind}", kind)) from error
     return ImageRecord(grid, digest_of(data), source, stamp)
+
+
+def _grid(source: ImageSource, data: bytes, processor: Processor, max_pixels: int) -> Grid:
+    """Return the patches of an image or the frames of a clip, which is decoded."""
+    if source.kind == "clip":
+        if processor.hearing is None:
+            raise ValueError("this model hears no audio, which Gemma 4 E2B and E4B do: leave out such rows")
+        return processor.hearing.grid(data)
+    grid = (processor.frame_grid if source.kind == "frame" else processor.grid)(*image_size(data, max_pixels))
+    for frame in frames_of(data):
+        read_image(frame, max_pixels)
+    return grid
 
 
 def _stamp(source: ImageSource) -> tuple[int, int]:
     try:
         status = os.stat(source.file)
     except OSError as error:
-        raise ValueError(f"image {source.path}: {error.strerror or error}") from error
+        raise ValueError(f"{source.kind} {source.path}: {error.strerror or error}") from error
     return status.st_size, status.st_mtime_ns
 
 
@@ -108,11 +123,24 @@ class ImageRecords:
     def source(self, image: int) -> ImageSource:
         """Return the bytes or the file of an image."""
         stored = self.blob[self.offsets[image] : self.offsets[image + 1]].tobytes()
-        return ImageSource(path=stored.decode()) if self.stamps[image].any() else ImageSource(data=stored)
+        kind: Kind = "clip" if self.grid(image).is_clip else "image"
+        in_file = self.stamps[image].any()
+        return ImageSource(path=stored.decode(), kind=kind) if in_file else ImageSource(data=stored, kind=kind)
 
     def grid(self, image: int) -> Grid:
         """Return the patches of an image."""
         return Grid(*self.grids[image].tolist())
+
+    @property
+    def clips(self) -> Bool[np.ndarray, " N"]:
+        """Tell which are clips of audio."""
+        return self.grids[:, 1] == 0
+
+    @property
+    def patches(self) -> Int64[np.ndarray, " N"]:
+        """Return the patches of each image, and the tokens of each clip."""
+        rows, columns = self.grids.astype(np.int64).T
+        return np.where(self.clips, -(-rows // FRAMES), rows * columns)
 
     def record(self, image: int) -> ImageRecord:
         """Return an image."""

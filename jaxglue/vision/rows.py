@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32, UInt8
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from jaxglue.ops.row_split import split_tokens
 from jaxglue.ops.segments import BatchKind, PackedSegments, RowSplit, pack_segments, segment_bucket
@@ -25,12 +25,18 @@ _SHARES = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Patches:
-    """Rows of P patches of images, each image a segment in which every patch sees every other."""
+    """Rows of P patches of images, each image a segment in which every patch sees every other; or of clips of audio."""
 
-    values: UInt8[Array, "B P C"]
+    values: UInt8[Array, "B P C"] | Float32[Array, "B P C"]
+    """Colors; of clips the frames of each token."""
     places: Int32[Array, "B P 4"]
-    """Row and column of a patch, and rows and columns of its image."""
+    """Row and column of a patch, and rows and columns of its image; see `Processor.places` of clips."""
     segments: PackedSegments
+
+    @property
+    def are_clips(self) -> bool:
+        """Tell whether these are clips of audio."""
+        return self.values.dtype == np.float32
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +56,8 @@ class Images:
     """The first token there that sees each key."""
     patches: Patches | None = None
     """Of models whose tower runs in a step."""
+    clips: Patches | None = None
+    """Of these, where there are any; the features of a row's clips follow those of its images."""
     features: Float[Array, "B I D"] | None = None
     """Of models whose tower ran before."""
 
@@ -77,12 +85,12 @@ def token_positions(segments: PackedSegments, images: Images | None) -> Int32[Ar
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """An image of a row on the host."""
+    """An image of a row on the host, or a clip of audio."""
 
     key: bytes
     """Stands for its bytes."""
     grid: Grid
-    patches: UInt8[np.ndarray, "P C"] | None = field(default=None, compare=False)
+    patches: UInt8[np.ndarray, "P C"] | Float32[np.ndarray, "P C"] | None = field(default=None, compare=False)
     """A pair of a video's frames has both side by side; None where its features are known."""
     read: Callable[[], bytes] | None = field(default=None, compare=False)
     """Returns its bytes; None where it has its patches."""
@@ -135,7 +143,20 @@ class RowImages:
 
     def with_patches(self) -> Images:
         """Return the images as patches, for a tower that runs in the step."""
-        return self._images(patches=pack_patches(self.rows, self.processor, self.size * self.processor.merge**2))
+        if not any(image.grid.is_clip for row in self.rows for image in row):
+            return self._images(patches=pack_patches(self.rows, self.processor, self.size * self.processor.merge**2))
+        images, clips = ([[i for i in row if i.grid.is_clip == heard] for row in self.rows] for heard in (False, True))
+        index = np.full_like(self.index, -1)
+        for line, own, row in zip(index, self.index, self.rows, strict=True):
+            ends, places = {False: 0, True: self.size}, list[np.ndarray]()
+            for image, count in zip(row, self._counts(row), strict=True):
+                places.append(np.arange(count) + ends[image.grid.is_clip])
+                ends[image.grid.is_clip] += count
+            line[own >= 0] = np.concatenate(places)[own[own >= 0]] if places else -1
+        seen = pack_patches(images, self.processor, self.size * self.processor.merge**2)
+        heard = pack_patches(clips, self.processor, self.size)
+        index_: Any = index
+        return replace(self._images(patches=seen, clips=heard), index=index_, owners=owners_of(index, 2 * self.size))
 
     def with_features(self, features_of: Any, width: int, dtype: Any) -> Images:
         """Return the images with their features.
@@ -333,26 +354,28 @@ def aligned(count: int, align: int) -> int:
     return -(-count // align) * align
 
 
-def alignment(processor: Processor) -> int:
+def alignment(processor: Processor, clips: bool = False) -> int:
     """Return the patches of which each image of a row begins at a multiple, where it is to be computed alike anywhere.
 
-    Tiles of queries then hold one image, and those of its keys begin with it.
+    Tiles of queries then hold one image, and those of its keys begin with it. Of clips of audio: tokens.
     """
-    return math.lcm(_TILE, processor.merge**2)
+    return _TILE if clips else math.lcm(_TILE, processor.merge**2)
 
 
 def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: int, align: int = 1) -> Patches:
     """Return rows of patches, of which an image's are a segment; rows end in padding.
 
     Args:
-        rows: images of each row.
+        rows: images of each row, or clips.
         processor: of the images.
         size: P.
         align: images begin at multiples of it, with segments of nothing between them.
     """
-    width = max((image.patches.shape[1] for row in rows for image in row if image.patches is not None), default=0)
-    width = max(width, 3 * processor.patch**2)
-    values = np.zeros((len(rows), size, width), np.uint8)
+    patches = [image.patches for row in rows for image in row if image.patches is not None]
+    are_clips = any(image.grid.is_clip for row in rows for image in row)
+    width = max((part.shape[1] for part in patches), default=0)
+    width = width if are_clips else max(width, 3 * processor.patch**2)
+    values = np.zeros((len(rows), size, width), np.float32 if are_clips else np.uint8)
     places = np.zeros((len(rows), size, 4), np.int32)
     places[:, :, 2:] = 1
     for b, row in enumerate(rows):

@@ -1,5 +1,6 @@
-"""Videos of rows: the frames of a list, a folder or an animation, in pairs that a tower reads as one image."""
+"""Videos of rows: frames of a list, a folder or an animation, one by one, or in pairs that are read as one image."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,46 @@ from jaxglue.vision.images import MAX_FRAMES, ImageSource, animation_frames, ima
 
 _FRAMES_PER_SECOND = 2.0
 """Of lists and folders whose part names no `fps`, and of animations, from which as many are taken."""
+_TIME = "\U000f0002"
+"""Around the time of a frame in a message: templates cut spaces off texts, which `with_spaces` brings back."""
+_TIMED = re.compile(f"{_TIME}({_TIME})?(\\d+:\\d\\d){_TIME}")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 def frame_pairs(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str, ImageSource]]:
-    """Return the pairs of frames of a part of a message, each with the text of its time; an odd last frame is twice.
+    """Return the pairs of frames of a video, each with the text of its time; an odd last frame is twice.
+
+    Arguments and errors as of `video_frames`.
+    """
+    frames = video_frames(video, folder)
+    frames += frames[-1:] * (len(frames) % 2)
+    return [
+        (f"<{(first + second) / 2:.1f} seconds>", ImageSource(data=join_frames(a, b)))
+        for (first, a), (second, b) in zip(frames[::2], frames[1::2], strict=True)
+    ]
+
+
+def timed_frames(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str, ImageSource]]:
+    """Return the frames of a video, each behind the minutes and seconds of its time, to be read by `with_spaces`.
+
+    Arguments and errors as of `video_frames`.
+    """
+    return [
+        (
+            f"{_TIME * (1 + (number > 0))}{int(time // 60):02d}:{int(time % 60):02d}{_TIME}",
+            ImageSource(data=frame, kind="frame"),
+        )
+        for number, (time, frame) in enumerate(video_frames(video, folder))
+    ]
+
+
+def with_spaces(text: str) -> str:
+    """Return a text with the times of `timed_frames` between spaces, but for one before a video's first."""
+    return _TIMED.sub(lambda found: f"{' ' if found[1] else ''}{found[2]} ", text)
+
+
+def video_frames(video: Mapping[str, Any], folder: Path | None) -> list[tuple[float, bytes]]:
+    """Return the frames of a part of a message, with their times in seconds.
 
     Args:
         video: `video`, a list of images, a folder of them in the order of their names, or an animation; or `video_url`,
@@ -40,13 +76,7 @@ def frame_pairs(video: Mapping[str, Any], folder: Path | None) -> list[tuple[str
         frames = animation_frames(image_source(value, folder).read(), rate)
     if not frames:
         raise ValueError("a video without frames")
-    times = [number / rate for number in range(len(frames))]
-    if len(frames) % 2:
-        frames, times = [*frames, frames[-1]], [*times, times[-1]]
-    return [
-        (f"<{(times[first] + times[first + 1]) / 2:.1f} seconds>", ImageSource(data=join_frames(*frames[first:][:2])))
-        for first in range(0, len(frames), 2)
-    ]
+    return [(number / rate, frame) for number, frame in enumerate(frames)]
 
 
 def _value(video: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from jaxglue.data.tokenize import encode_here
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.rl.prompts import read_prompts
-from jaxglue.vision.processor import Grid
+from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.rows import RowImages, image_positions
 
 QUESTION, ANSWER = "What is this?", "A red circle."
@@ -340,7 +340,8 @@ def test_videos_are_pairs_of_frames_behind_their_times(prepare, tmp_path, urls):
 
 
 def test_videos_are_refused_where_the_model_reads_none(prepare, urls):
-    rules = replace(prepare({"messages": TEXT, "images": urls[:1]}).images, positions=False)
+    blind = Processor(patch=4, merge=2, max_tokens=4)
+    rules = replace(prepare({"messages": TEXT, "images": urls[:1]}).images, processor=blind)
     chat = read_chat([{"role": "user", "content": [{"type": "video", "video": urls[:2]}]}], None, "messages", sees=True)
-    with pytest.raises(ValueError, match="Qwen's models alone"):
+    with pytest.raises(ValueError, match="Qwen's models and Gemma 4 alone"):
         rules.attach(chat, [])

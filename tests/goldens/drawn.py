@@ -43,3 +43,14 @@ def pixels(number: int, grid: tuple[int, int], patch: int) -> np.ndarray:
     """Draw an image's patches [P, 3 · patch²], uint8, in the order of a model's merged ones."""
     rng = np.random.default_rng([number, *grid])
     return rng.integers(0, 256, (grid[0] * grid[1], 3 * patch**2)).astype(np.uint8)
+
+
+def frames(number: int, count: int, bands: int) -> np.ndarray:
+    """Draw a clip's frames [count, bands], float32."""
+    return np.random.default_rng([number, count]).standard_normal((count, bands)).astype(np.float32)
+
+
+def samples(count: int) -> np.ndarray:
+    """Draw a clip's samples [count], float32, which 16 bits hold."""
+    noise = np.random.default_rng(0).standard_normal(count) * np.sin(np.arange(count) / 40)
+    return (np.round(np.clip(noise / 8, -1, 1) * 32767) / 32768).astype(np.float32)

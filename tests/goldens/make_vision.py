@@ -214,7 +214,7 @@ def our_name(name: str) -> str:
 def build(name: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Return a config and its model with drawn weights."""
     config = AutoConfig.for_model(name.removesuffix("_wide"), **MODELS[name])
-    for part in (config, config.text_config, config.vision_config):
+    for part in filter(None, (config, config.text_config, config.vision_config, getattr(config, "audio_config", None))):
         part._attn_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():

@@ -27,13 +27,14 @@ from jaxglue.vision.rows import Image, RowImages, image_positions
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 sys.path.append(str(GOLDENS))
-from drawn import drawn, pixels, probes, unpacked  # noqa: E402
+from drawn import drawn, frames, pixels, probes, unpacked  # noqa: E402
 
+NAMED = {path.stem: f"vision/{path.stem}" for path in (GOLDENS / "vision").glob("*.safetensors")}
 FAMILIES = sorted(path.stem for path in (GOLDENS / "vision").glob("*.safetensors"))
 
 
 def read_golden(name):
-    with safe_open(GOLDENS / "vision" / f"{name}.safetensors", "numpy") as file:
+    with safe_open(GOLDENS / f"{NAMED.get(name, name)}.safetensors", "numpy") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         raw, golden = json.loads(file.metadata()["config"]), unpacked(tensors)
     if ties(raw) is None:  # as of a folder, whose files decide
@@ -49,14 +50,14 @@ def drawn_model(raw, **settings):
 
 
 def documents_of(raw, golden, first_image=0):
-    """Return (tokens, images) of each document, with images numbered from one."""
+    """Return (tokens, images) of each document, with images and clips numbered from one."""
     processor = read_processor(Path("."), raw)
     ends = np.cumsum(golden["lengths"])
     return processor, [
         (
             golden["tokens"][end - length : end],
             [
-                Image(key=b"%d" % number, grid=Grid(*grid), patches=pixels(number, grid, processor.patch))
+                Image(key=b"%d" % number, grid=Grid(*grid), patches=drawn_patches(number, Grid(*grid), processor))
                 for number, (owner, grid) in enumerate(
                     zip(golden["owners"], golden["grids"].tolist(), strict=True), first_image
                 )
@@ -67,6 +68,15 @@ def documents_of(raw, golden, first_image=0):
     ]
 
 
+def drawn_patches(number, grid, processor):
+    """Return the patches of an image, or the frames of a clip, those of a token side by side."""
+    if not grid.is_clip:
+        return pixels(number, grid, processor.patch)
+    values = np.zeros((4 * grid.patches, processor.hearing.bands), np.float32)
+    values[: grid.rows] = frames(number, grid.rows, processor.hearing.bands)
+    return values.reshape(grid.patches, -1)
+
+
 def packed(raw, processor, documents, seq_len=None, features=None):
     """Return tokens, segments and images of documents in one row, which has room for so many features."""
     image_id = raw.get("image_token_id", raw.get("image_token_index"))
@@ -75,7 +85,7 @@ def packed(raw, processor, documents, seq_len=None, features=None):
     tokens = np.zeros((1, T), np.int32)
     tokens[0, : sum(lengths)] = np.concatenate([tokens for tokens, _ in documents])
     index = np.full((1, T), -1, np.int32)
-    places = np.flatnonzero(tokens[0] == image_id)
+    places = np.flatnonzero(np.isin(tokens[0], [image_id, raw.get("audio_token_id") or image_id]))
     index[0, places] = np.arange(len(places))
     if processor.stand_in is not None:
         tokens[0, places] = processor.stand_in
@@ -94,12 +104,12 @@ def packed(raw, processor, documents, seq_len=None, features=None):
     return tokens, pack_segments([lengths], seq_len=T, **slots), rows.with_patches()
 
 
-@pytest.mark.parametrize("name", repeats(FAMILIES, "qwen3_5_moe"))
+@pytest.mark.parametrize("name", repeats([*FAMILIES, "audio"], "qwen3_5_moe"))
 def test_logits_loss_and_gradients_match_transformers(name):
     raw, golden = read_golden(name)
     processor, documents = documents_of(raw, golden)
     tokens, segments, images = packed(raw, processor, documents)
-    model = drawn_model(raw)
+    model = drawn_model(raw, hears=True)
     graphdef, state = nnx.split(model)
     real = sum(golden["lengths"])
     same = np.asarray(segments.segment_ids)[0]
@@ -262,14 +272,15 @@ def test_adapters_reach_the_parts_that_train(seeing, trains, parts):
     assert names == (set(parts) | {"patch_embed", "pos_embed"} if trains == "all" else set(parts))
 
 
-@pytest.mark.parametrize("name", repeats(["qwen3_5", "qwen3_vl"], "qwen3_vl"))
-def test_pairs_of_frames_are_videos_of_transformers(name):
-    """Each pair is an image of two frames; the token of videos and that of images are both replaced by features."""
+@pytest.mark.parametrize("name", repeats(["qwen3_5", "qwen3_vl", "gemma4", "gemma4_wide"], "qwen3_vl", "gemma4"))
+def test_frames_are_videos_of_transformers(name):
+    """Of Qwen's each pair is an image; the token of videos and that of images are both replaced by features."""
     raw, _ = read_golden(name)
     golden = load_file(GOLDENS / "video.safetensors")
     processor, image_id = read_processor(Path("."), raw), raw["image_token_id"]
     tokens = np.where(golden["tokens"] == 19, image_id, golden["tokens"])
-    pairs = [np.concatenate([pixels(10 * pair + frame, (2, 4), 4) for frame in range(2)], 1) for pair in range(2)]
+    count = 2 if name.startswith("qwen") else 1
+    pairs = [np.concatenate([pixels(10 * pair + frame, (2, 4), 4) for frame in range(count)], 1) for pair in range(2)]
     images = [Image(key=b"%d" % number, grid=Grid(2, 4), patches=pair) for number, pair in enumerate(pairs)]
     images.append(Image(key=b"2", grid=Grid(4, 2), patches=pixels(5, (4, 2), 4)))
     found = logits_of(drawn_model(raw), *packed(raw, processor, [(tokens, images)]))[: len(tokens)]

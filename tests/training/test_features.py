@@ -16,11 +16,11 @@ from jaxglue.vision.rows import RowImages, pack_patches
 from tests.models.test_vision import documents_of, drawn_model, read_golden
 
 
-@pytest.fixture(scope="module")
-def seen():
-    raw, golden = read_golden("qwen3_5")
+@pytest.fixture(scope="module", params=["qwen3_5", "audio"])
+def seen(request):
+    raw, golden = read_golden(request.param)
     processor, documents = documents_of(raw, golden)
-    model = drawn_model(raw)
+    model = drawn_model(raw, hears=True)
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     executor = Executor(graphdefs, model.config, policy=parse_policy("full"), dtype=jnp.float32)
     images = [image for _, found in documents for image in found]
