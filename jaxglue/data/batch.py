@@ -14,8 +14,9 @@ from jaxglue.ops.collectives import psum, reduce_from
 from jaxglue.ops.row_split import CONTEXT, split_segments, split_tokens
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
-_ROOMS, _LARGEST = 16, 14
-"""Sizes of rows by their targets, each of which is compiled; beyond the largest the head computes all tokens."""
+_ROOMS, _TILE, _LARGEST = 16, 128, 7 / 8
+"""Sizes of rows by their targets, at most, as each is compiled; tokens of a kernel's tile; the share of a row beyond
+which the head computes all tokens."""
 CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
 """Owners of counted tokens in a unit: the first answer, the second, their prompt; and their number."""
 
@@ -186,9 +187,9 @@ class Batch:
 
 def target_room(most: int, seq_len: int) -> int | None:
     """Return the `Batch.room` of rows with so many targets at most; None where most tokens have one."""
-    step = max(1, seq_len // _ROOMS)
-    room = -(-most // step) * step
-    return room if room <= _LARGEST * step else None
+    step = -(-seq_len // (_ROOMS * _TILE)) * _TILE
+    room = max(1, -(-most // step)) * step
+    return room if room <= _LARGEST * seq_len else None
 
 
 def row_of_documents(

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxglue.data.batch import Batch, row_of_documents, target_room
 from jaxglue.engine.head_values import HeadValues
 
-T, WIDTH, VOCABULARY = 64, 8, 97
+T, WIDTH, VOCABULARY = 512, 8, 97
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def batch():
     rng = np.random.default_rng(0)
 
     def row(counted):
-        documents = [(rng.integers(0, VOCABULARY, n).astype(np.int32), rng.random(n) < counted) for n in (20, 30)]
+        documents = [(rng.integers(0, VOCABULARY, n).astype(np.int32), rng.random(n) < counted) for n in (150, 200)]
         return row_of_documents(documents, seq_len=T, max_segments=4)
 
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), row(0.4), row(0.1))
@@ -63,6 +63,7 @@ def test_targets_beyond_the_bound_are_not_left_out_in_silence(batch):
 
 
 def test_rooms_are_few_and_hold_their_targets():
-    rooms = {most: target_room(most, 64) for most in range(1, 65)}
-    assert all(room is None or most <= room < 64 for most, room in rooms.items())
-    assert len(set(rooms.values())) == 15 and rooms[57] is None
+    rooms = {most: target_room(most, 4096) for most in range(1, 4097)}
+    assert all(room is None or most <= room < 4096 for most, room in rooms.items())
+    assert len(set(rooms.values())) == 15 and rooms[3585] is None
+    assert {target_room(most, 512) for most in range(1, 513)} == {128, 256, 384, None}
