@@ -15,8 +15,8 @@ RUNS = ("commands", "rl", "serve", "tinker_server", "training")
 """Folders of tests that share; those of the others test programs themselves."""
 OWN = {"own_programs", "interpreted", "gpu_target"}
 """Fixtures of tests with programs of their own: they count what is compiled, or choose kernels."""
-_TRACED = ("jaxglue.engine", "jaxglue.generation", "jaxglue.models", "jaxglue.objectives", "jaxglue.ops")
-_TRACED += ("jaxglue.sharding", "jaxglue.training.optimizer", "jaxglue.training.adamw", "jax", "JAX", "XLA")
+_TRACED = "jax"
+"""Beginning of names of modules that programs may be traced from: JAX's and jaxglue's."""
 _programs: dict[Hashable, Any] = {}
 
 
@@ -31,13 +31,8 @@ class NotingPatch(pytest.MonkeyPatch):
         self._note(target)
         super().setattr(target, *arguments, **options)
 
-    def setenv(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Set a variable of the environment."""
-        self._note(name)
-        super().setenv(name, *arguments, **options)
-
     def setitem(self, mapping: Any, *arguments: Any, **options: Any) -> None:
-        """Set an entry, of a table that a program may read."""
+        """Set an entry, of a table or an environment that a program may read."""
         NotingPatch.changes_programs = True
         super().setitem(mapping, *arguments, **options)
 
