@@ -118,6 +118,8 @@ class PackedContext:
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
     layer_input: Float[Array, "B T P"] | None = None
     """The layer's own embeddings of the tokens, where a model has such."""
+    trains_input: bool = field(default=False, metadata={"static": True})
+    """These have a gradient, beside that to the hidden states."""
     fp8: bool = field(default=True, metadata={"static": True})
     """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
     latents: LatentCache = field(default="none", metadata={"static": True})

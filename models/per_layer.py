@@ -33,8 +33,17 @@ class PerLayerEmbedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> list[Float[Array, "B T P"]]:
         """Return the embeddings of all layers from the tokens and their scaled embeddings, in the dtype of these."""
-        P, cut = self.shape.size, (*tokens.shape, self.shape.layers, self.shape.size)
+        P = self.shape.size
         rows = take_rows(self.embedding.weight[...], tokens).astype(x.dtype) * jnp.asarray(P**0.5, x.dtype)
-        projected = project(x, self.projection.weight[...]) * self.width**-0.5
-        sums = (self.norm(projected.astype(x.dtype).reshape(cut)) + rows.reshape(cut)) * 2.0**-0.5
+        return self._halved(x, rows.reshape(*tokens.shape, self.shape.layers, P))
+
+    def projected(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T P"]]:
+        """Return the part of the embeddings of all layers that depends on the tokens' embeddings."""
+        return self._halved(x, jnp.zeros((), x.dtype))
+
+    def _halved(self, x: Float[Array, "B T D"], rows: Float[Array, "*shape"]) -> list[Float[Array, "B T P"]]:
+        """Return (the normed projection of x + rows) / √2, layer by layer."""
+        projected = (project(x, self.projection.weight[...]) * self.width**-0.5).astype(x.dtype)
+        projected = projected.reshape(*x.shape[:2], self.shape.layers, self.shape.size)
+        sums = (self.norm(projected) + rows) * 2.0**-0.5
         return [sums[:, :, layer].astype(x.dtype) for layer in range(self.shape.layers)]

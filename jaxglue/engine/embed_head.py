@@ -20,7 +20,7 @@ from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
-from jaxglue.models.parameters import VISION, ModelGraphDefs, Params, merge_module
+from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import extended_matrix, with_low_rank
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
@@ -61,7 +61,9 @@ class EmbedHead:
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self.loss_shape, vision = objective.shape, config.vision
-        self.layers_fed = 0 if vision is None or vision.trains == "none" else vision.layers_seen
+        trains = vision is not None and vision.trains != "none"
+        self.layers_fed = vision.layers_seen if vision is not None and trains else 0
+        self.trains_inputs = trains and config.per_layer is not None
         self._repeating = ("tensor",) if objective.answers is None else ("tensor", CONTEXT)
         """Axes whose devices compute the same sums: units of answers are of whole rows."""
         self._head_parts = ("norm", graphdefs.output_name)
@@ -131,6 +133,7 @@ class EmbedHead:
                 dropout_key=layer_key,
                 fp8=fp8,
                 layer_input=layer_input,
+                trains_input=self.trains_inputs,
             )
             for layer_key, fp8, layer_input, segments in zip(
                 keys,
@@ -151,9 +154,12 @@ class EmbedHead:
         accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
-        vision = frozen["embed_tokens"].get("vision", {})
+        read = {"vision": frozen["embed_tokens"]["vision"]} if "vision" in frozen["embed_tokens"] else {}
+        if self.trains_inputs:
+            own = frozen["embed_tokens"]["per_layer"]
+            read["per_layer"] = {name: part for name, part in own.items() if name != "embedding"}
         arrays = batch.without_lengths(), dx, accumulated
-        return self._embed_backward_program(trainable["embed_tokens"], vision, *arrays)
+        return self._embed_backward_program(trainable["embed_tokens"], read, *arrays)
 
     def loss(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
@@ -289,9 +295,7 @@ class EmbedHead:
         share = scale * psum(terms.sum(), *axes) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
-    def _embed_backward(
-        self, trainable: Params, vision: Params, batch: Batch, dx, accumulated: Params | None
-    ) -> Params:
+    def _embed_backward(self, trainable: Params, read: Params, batch: Batch, dx, accumulated: Params | None) -> Params:
         if not trainable:
             return {}
         layout, name = self._layout, "embed_tokens"
@@ -299,15 +303,20 @@ class EmbedHead:
 
         # The gradient to trained rows does not depend on the frozen table: any row stands for it.
         frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self.config.hidden_size))}
+        read_specs = layout.param_specs(read, name)
 
-        def program(trainable, vision, batch, dx, accumulated):
-            others = frozen | ({"vision": vision} if vision else {})
+        def program(trainable, read, batch, dx, accumulated):
+            others = frozen | read
+            if "per_layer" in read:  # whose table's rows are added
+                own = gather(layout, read["per_layer"], read_specs["per_layer"])
+                others["per_layer"] = {**own, "embedding": {"weight": jnp.zeros((1, 1))}}
 
             def embed(trainable):
                 embed_tokens = merge_module(self._graphdefs.embed_tokens, trainable, others)
                 x = embed_tokens(batch.tokens, self._dtype)
                 x, seen = embed_tokens.see(x, batch.images, backend=self._attention)
-                return [x, *seen][: len(dx)]
+                own = embed_tokens.per_layer.projected(x[..., : self.config.hidden_size]) if self.trains_inputs else []
+                return [x, *seen, *own][: len(dx)]
 
             # The table's values do not matter, its dtype does: gradients of frequent tokens are long sums.
             table = gather(Layout(layout.mesh, jnp.float32), trainable, stored)
@@ -317,8 +326,8 @@ class EmbedHead:
 
         sums = None if accumulated is None else grad_specs
         of_dx = [layout.batch_spec] * len(dx)
-        specs = (stored, layout.param_specs(vision, VISION), layout.batch_specs(batch), of_dx, sums)
-        return per_device(program, layout.mesh, specs, grad_specs)(trainable, vision, batch, dx, accumulated)
+        specs = (stored, read_specs, layout.batch_specs(batch), of_dx, sums)
+        return per_device(program, layout.mesh, specs, grad_specs)(trainable, read, batch, dx, accumulated)
 
     def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))

@@ -51,6 +51,8 @@ class EntryHead(Protocol):
     """Shape of the losses on one device."""
     layers_fed: int
     """The first layers to whose outputs the entry adds values that train."""
+    trains_inputs: bool
+    """The layers' own inputs, which the entry makes, have gradients."""
 
     def embed(self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, scale=None) -> tuple:
         """Return (the first layer's input, every layer's context)."""
@@ -66,7 +68,8 @@ class EntryHead(Protocol):
     ) -> Params:
         """Return `accumulated` plus the entry's gradients.
 
-        Those in `dx` are to the first layer's input, and to the outputs of `layers_fed` layers.
+        Those in `dx` are to the first layer's input, to the outputs of `layers_fed` layers, and to layers' own inputs
+        that train.
         """
 
     def loss(self, trainable: Params, frozen: Params, x, batch: Any, scale) -> Array:
@@ -143,7 +146,7 @@ class LayerExecutor:
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
         check_grouped(layers_per_program, policies, stream_weights=stream_weights)
-        if entry_head.layers_fed:
+        if entry_head.layers_fed or entry_head.trains_inputs:
             layers_per_program = 1  # gradients between layers are read
         self._passes = LayerPasses(
             self.layers,

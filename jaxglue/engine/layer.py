@@ -101,7 +101,10 @@ class LayerFunctions:
         accumulated: Params | None,
         ahead: Any = None,
     ):
-        """Return (dx, accumulated + dtrainable, an element of dx to wait for, the next layer's gathered weights)."""
+        """Return (dx, accumulated + dtrainable, an element of dx to wait for, the next layer's gathered weights).
+
+        Where the layer's own input has a gradient, dx is a pair with that.
+        """
         layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
         param_specs, grad_specs = layout.param_specs(trainable), layout.grad_specs(trainable)
 
@@ -109,7 +112,8 @@ class LayerFunctions:
             gathered = gather(layout, ahead, ahead_specs)
             dtrainable, dx = unstack(layout, residuals).vjp(inputs)(dy)
             gradients = reduce_scatter_grads(layout, schedule_after(gathered, dtrainable), param_specs)
-            return dx, add_trees(accumulated, gradients), stack(layout, dx[(0,) * dx.ndim]), gathered
+            first = jax.tree.leaves(dx)[0]
+            return dx, add_trees(accumulated, gradients), stack(layout, first[(0,) * first.ndim]), gathered
 
         input_specs = self._input_specs(trainable, frozen, context)
         sum_specs = None if accumulated is None else grad_specs

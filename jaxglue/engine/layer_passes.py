@@ -150,7 +150,7 @@ class LayerPasses:
         *,
         fed: int = 0,
     ) -> list[Float[Array, "B T D"]]:
-        """Return the gradients to the first layer's input, and to the outputs of the first `fed` layers.
+        """Return the gradients to the first layer's input, to the outputs of the first `fed` layers, and to own inputs.
 
         Empty `saved`, `dy` and `sums` on the way, and pass each layer's gradients to `finish`, the last layer's first.
         """
@@ -163,7 +163,7 @@ class LayerPasses:
         running, count = self._run_ahead(compiles=compiles), len(values)
         values_ahead = self._prefetch_saved(values, restore)
         layers = transfer.Lookahead(zip(weights_ahead, values_ahead, strict=True), early=self._layout.gathers)
-        gathered, dx, between = None, dy.pop(), deque[Array]()
+        gathered, dx, between, own = None, dy.pop(), deque[Array](), deque[Array]()
         if compiles:
             running.add(dx)
         for i in reversed(range(count)):
@@ -175,12 +175,15 @@ class LayerPasses:
             to_gather = select_to_gather(self._layout, layers.following and layers.following[0])
             arguments = (residuals, *weights, x, contexts[i], dx, accumulated, to_gather)
             dx, gradients, done, gathered = self._layers[i].backward(*arguments)
+            if isinstance(dx, tuple):
+                dx, own_input = dx
+                own.appendleft(own_input)
             finish(i, gradients)
             del stored, weights, x, residuals, to_gather, arguments, gradients, accumulated
             if self._uses_host or compiles:
                 running.add(done)
         self._compiled.add(kind)
-        return [dx, *between]
+        return [dx, *between, *own]
 
     def stored_weights(self, trainable: list[Params], frozen: list[Params]) -> transfer.Lookahead[_Weights]:
         """Iterate over every layer's stored weights, prefetching those on the host."""

@@ -179,7 +179,7 @@ class _EntryHead:
 
     entry = "entry"
     loss_shape: tuple[int, ...] = ()
-    layers_fed = 0
+    layers_fed, trains_inputs = 0, False
 
     def __init__(self, entry: Entry, head: Head, layers: int):
         self._entry, self._head, self._layers = entry, head, layers

@@ -99,7 +99,14 @@ def differentiate(
 
 
 def _vjp(layer: Layer, inputs: LayerInputs) -> tuple[Array, Callable]:
+    """Return a layer's output, and dy → (dtrainable, dx); dx is a pair with the gradient to the layer's own input."""
     trainable, frozen, x, context = inputs
+    if getattr(context, "trains_input", False):
+
+        def run(trainable: Params, both: tuple[Array, Array]) -> Array:
+            return layer(trainable, frozen, both[0], replace(context, layer_input=both[1]))
+
+        return jax.vjp(run, trainable, (x, context.layer_input))
     return jax.vjp(lambda trainable, x: layer(trainable, frozen, x, context), trainable, x)
 
 

@@ -217,7 +217,8 @@ class MergedTensors:
         own = own.scored(loaded.labels) if loaded and loaded.scores else own
         own = loaded.merged(own) if loaded else own
         if vision is not None or (loaded and loaded.beside_text):
-            own = with_vision(own, read_config(base)) if vision is None else vision.within(own)
+            hears = loaded is not None and any("audio" in name for name in loaded.beside_text)
+            own = with_vision(own, read_config(base), hears=hears) if vision is None else vision.within(own)
             own = loaded.seeing(own) if loaded else own
             files.take(abstract_parameters(abstract_model(own)))
         self._projector = {} if loaded is None else {n: x for n, x in loaded.beside_text.items() if not is_adapter(n)}

@@ -179,9 +179,13 @@ class PeakMemory:
 
     @property
     def _layer_inputs(self) -> int:
-        """Return the bytes of the embeddings that each layer has of its own, which stay for the backward pass."""
-        own, work = self.workload.config.per_layer, self.workload
-        return 0 if own is None else work.tokens * own.layers * own.size * np.dtype(work.dtype).itemsize
+        """Return the bytes of the embeddings that each layer has of its own, which stay for the backward pass.
+
+        Where a tower trains, their gradients stay for its own.
+        """
+        own, work, vision = self.workload.config.per_layer, self.workload, self.workload.config.vision
+        copies = 2 if vision is not None and vision.trains != "none" else 1
+        return 0 if own is None else copies * work.tokens * own.layers * own.size * np.dtype(work.dtype).itemsize
 
     @property
     def _trains_output(self) -> bool:

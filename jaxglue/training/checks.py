@@ -124,11 +124,6 @@ def _check_per_layer(config: TrainConfig, model: DecoderConfig) -> None:
     whole = "embed_tokens" in trained or config.lora.trainable_token_indices
     if model.per_layer is None:
         return
-    if config.model.train_vision != "none":
-        raise ValueError(
-            f"--train-vision {config.model.train_vision}: {config.model.model} makes embeddings for each layer of an "
-            "image's features, too, through which they take no gradient: leave it out"
-        )
     if not (config.model.method == "full" or config.model.new_tokens or whole):
         return
     raise ValueError(

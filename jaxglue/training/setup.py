@@ -255,9 +255,10 @@ def _with_tower(model: DecoderConfig, base: Base, *, hears: bool) -> tuple[Decod
     Raises:
         ValueError: a tower that is not read.
     """
-    if model.vision is None:
-        raw = read_config(base.folder)
-        model = with_vision(model, raw, hears=hears, **normalization(base.folder, raw))
+    if model.vision is None or hears:
+        raw, trains = read_config(base.folder), "none" if model.vision is None else model.vision.trains
+        settings = {"hears": hears, "trains": trains, **normalization(base.folder, raw)}
+        model = with_vision(replace(model, vision=None), raw, **settings)
     assert model.vision is not None
     if not base.random:
         check_weights(base.folder, model)
