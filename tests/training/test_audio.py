@@ -101,6 +101,7 @@ def test_a_tower_in_each_step_trains_alike_and_by_adapters_of_its_own(folder, tm
     assert len(changed) == 14  # of a block, the linear layers around it, and the projector
 
 
+@thorough("models/test_vision.py")
 def test_adapters_of_towers_have_the_gradients_of_the_whole_model():
     """Through the embeddings that each layer has of its own, too."""
     raw, golden = read_golden("audio")
