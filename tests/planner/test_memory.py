@@ -41,10 +41,11 @@ def peak_memory(
     The head has some GiB of temporary memory, and compares matmuls of others.
     """
     layers, ends = len(costs), [int(table * GIB)] * (1 if tied else 2)
-    resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
+    resident = SimpleNamespace(moments=0, trainable=sum(ends), gradients=0, host_head=0, trainable_ends=ends)
     resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
-    config = SimpleNamespace(tie_word_embeddings=tied, per_layer=None)
-    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False, "other_models": 0}
+    config = SimpleNamespace(tie_word_embeddings=tied, per_layer=None, vision=None)
+    work = {"gradient_accumulation_steps": steps, "other_models": 0}
+    work |= dict.fromkeys(("reference", "update_in_backward", "host_tower"), False)
     output = Cost(seconds=0.0, temporary=int(head * GIB), results=ends[0], matmul=int(compared * GIB))
     return PeakMemory(
         workload=SimpleNamespace(config=config, **work),

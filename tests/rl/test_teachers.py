@@ -104,7 +104,7 @@ def test_log_probabilities_of_a_text_are_read_in_both_forms(form, tokenizer, tex
 @pytest.mark.parametrize("sees", [True, False])
 def test_a_server_gets_the_images_of_prompts_and_one_that_leaves_them_out_is_refused(tokenizer, texts, sees):
     processor = SimpleNamespace(tokens=lambda grid: 2)
-    rules = ImageRules(processor=processor, folder=None, tokens=(7,), positions=True)
+    rules = ImageRules(processor=processor, folder=None, features=(7,), tokens=(7,), positions=True)
     record = ImageRecord(Grid(2, 4), digest_of(b"cat"), ImageSource(data=b"cat"), (0, 0))
     row = Prompt("rows:1", [], [70, 7, 7, 72], {}, records=(record,))
     with served("openai", texts, sees=sees) as (url, seen), ServedTeachers([url], 5.0) as served_teachers:

@@ -214,6 +214,6 @@ def test_spikes_are_no_part_of_what_they_are_judged_by():
 def test_a_cause_that_is_not_found_is_not_named(monkeypatch, step, blames):
     monkeypatch.setattr(divergence, "check_parameters", lambda frozen: [])
     checkpoints = SimpleNamespace(reject=lambda first: [], latest_step=None)
-    model = None, None, SimpleNamespace(frozen=None), checkpoints
+    model = None, SimpleNamespace(features=None), SimpleNamespace(frozen=None), checkpoints
     text = explain_divergence(*model, Diverged(step, "loss nan"), start={}, first=step, replay=False)
     assert text.startswith(blames) and text.endswith("No checkpoint is left") and "ruined" not in text
