@@ -1,5 +1,6 @@
 """Compiled programs of generation: prompts into pages, and windows of steps, as one program or layer by layer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,8 +59,8 @@ _SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 than where XLA compares them."""
 _jit = partial(Program, compiler_options={})
 """`jax.jit` for programs that windows call, or are a part of."""
-_COPIED = 8
-"""Pages or states that are copied at a time."""
+_COPIED = 2**23
+"""Bytes of a layer's pages or states that are copied at a time: of few, XLA gathers all layers' at once."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -760,11 +761,13 @@ class EnginePrograms:
 
 
 def _with_copies(stored: Array, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> Array:
-    """Return an array with rows copied onto others, `_COPIED` at a time; n is a multiple of it.
+    """Return an array with rows copied onto others, `_COPIED` bytes at a time; n is eight times a power of two.
 
     XLA gathers the rows of all layers before it writes any: of 512 answers of Qwen3.5-35B-A3B 30 GiB of states.
     """
-    sources, targets = (rows.reshape(-1, _COPIED) for rows in (sources, targets))
+    rows = max(1, _COPIED // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
+    pieces = (-1, min(len(sources), 1 << rows.bit_length() - 1))
+    sources, targets = sources.reshape(pieces), targets.reshape(pieces)
 
     def copied(index, stored):
         return stored.at[targets[index]].set(stored[sources[index]])

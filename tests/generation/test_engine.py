@@ -313,7 +313,8 @@ def test_answers_of_one_prompt_share_pages_and_equal_those_alone(llama):
     assert len({tuple(tokens) for tokens in together.values()}) == 5
 
 
-def test_states_of_many_answers_are_copied_some_at_a_time(tiny_model, h200):
+def test_states_of_many_answers_are_copied_some_at_a_time(tiny_model, h200, monkeypatch):
+    monkeypatch.setattr(programs, "_COPIED", 8192)
     engine, _ = engine_of(tiny_model("qwen3_5_text", **PARTS["qwen3_5_text"]), lora=False)
     plan = plan_cache([(4, 8)] * 64, engine.config, jnp.float32, free=1e9)
     caches = make_caches(plan, engine.config, jnp.float32, jnp.float32)
