@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import rl_rounding
 import rl_step
-from measure import device_events, table, write_results
+from measure import device_events, table, take_untried, write_results
 from shapes import SHAPES
 from traces import gpu_events
 
@@ -48,7 +48,6 @@ from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import STEPS, Engine
 from jaxglue.generation.scheduler import Request
 from jaxglue.models import config_from_hf
-from jaxglue.ops import backend
 from jaxglue.ops.projection import project
 from jaxglue.ops.projection.ordered import ordered_product, ordered_products
 from jaxglue.planner.device_memory import take_fitting_blocks
@@ -453,8 +452,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="rows of text whose beginnings are the prompts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.untried is not None:
-        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
+    take_untried(args.untried)
     take_fitting_blocks(os.environ)
     functions = products, operations, launches, prices, profile, answers, steps
     parts = dict(zip(PARTS, functions, strict=True))

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from measure import milliseconds, table, write_results
+from measure import milliseconds, table, take_untried, write_results
 from shapes import SHAPES
 from traces import gpu_events
 
@@ -109,10 +109,10 @@ ROWS = {
 class Model:
     """An engine with its weights."""
 
-    def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None):
+    def __init__(self, config: DecoderConfig, dtype, kv_cache: KVCache = "auto", model: CausalLM | None = None, rank=0):
         self.model = _unlike(random_model(config, dtype=dtype)) if model is None else model
         graphdefs, *self.trees = split_model(self.model, nnx.LoRAParam)
-        self.config, self.dtype, self.kv_cache, self.rank = config, dtype, kv_cache, 0
+        self.config, self.dtype, self.kv_cache, self.rank = config, dtype, kv_cache, rank
         self.engine = Engine(graphdefs, config, dtype=dtype, kv_cache=kv_cache)
         embedding = 0 if graphdefs.lm_head is None else self.model.embed_tokens.weight[...].nbytes
         self.read_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.trees)) - embedding
@@ -154,14 +154,11 @@ class Model:
     def with_lora(self, rank: int) -> "Model":
         """Return the model with a live adapter on all linear layers."""
         add_lora(self.model, LoraConfig(rank=rank, alpha=2 * rank), rngs=nnx.Rngs(0))
-        self.rank = rank
-        return self.again()
+        return self.again(rank)
 
-    def again(self) -> "Model":
-        """Return the model with programs of its own."""
-        model = Model(self.config, self.dtype, self.kv_cache, model=self.model)
-        model.rank = self.rank
-        return model
+    def again(self, rank: int) -> "Model":
+        """Return the model, whose adapters have a rank, with programs of its own."""
+        return Model(self.config, self.dtype, self.kv_cache, self.model, rank)
 
     def beside(self, kernels: Collection[str]) -> Iterator[tuple[dict[str, str], "Model"]]:
         """Yield the model by kernels in use, and by these of `UNTRIED`, each with what its rows say."""
@@ -169,7 +166,7 @@ class Model:
         if kernels:
             backend.UNTRIED.difference_update(kernels)
             jax.clear_caches()
-            yield {"untried": ", ".join(kernels)}, self.again()
+            yield {"untried": ", ".join(kernels)}, self.again(self.rank)
             backend.UNTRIED.update(kernels)
             jax.clear_caches()
 
@@ -398,8 +395,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     take_fitting_blocks(os.environ)
-    if args.untried is not None:
-        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
+    take_untried(args.untried)
     if unknown := set(args.compare) - backend.UNTRIED:
         parser.error(f"--compare: UNTRIED has no {', '.join(sorted(unknown))}, but {', '.join(backend.UNTRIED)}")
     own = {name: getattr(args, name) for name in asdict(Setting(shape="")) if name != "streams"}

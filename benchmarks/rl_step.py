@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from drafts import accept_drawn
 from flax import nnx
-from measure import write_results
+from measure import take_untried, write_results
 from shapes import SHAPES
 
 from jaxglue.data.config import DataConfig
@@ -47,7 +47,6 @@ from jaxglue.models.draft import build_draft
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.rollouts import StepCounts
-from jaxglue.ops import backend
 from jaxglue.ops.attention.tiles import key_tile
 from jaxglue.ops.backend import one_device_each
 from jaxglue.ops.choices import QUANTIZE
@@ -416,8 +415,7 @@ def main() -> None:
     take_fitting_blocks(os.environ)
     if args.drafts != "off":
         accept_drawn(args.accepted)
-    if args.untried is not None:
-        backend.UNTRIED.difference_update(args.untried or [*backend.UNTRIED])
+    take_untried(args.untried)
     with tempfile.TemporaryDirectory() as folder, bounded_pool(args.memory, os.environ):
         bench = timed(results, "load", partial(Benchmark, args, Path(folder)))
         if bench is None:

@@ -35,7 +35,7 @@ from jaxglue.training.explain import kernel_reasons
 from jaxglue.training.remat import Asked, explain_plan, why_not_mapped
 from jaxglue.training.report import print_panel
 from jaxglue.training.sampling import PROMPT, PredictedAnswers, weigh_exact
-from jaxglue.training.workload import make_workload, normalization, read_architecture, row_text, settle
+from jaxglue.training.workload import KnownRows, make_workload, normalization, read_architecture, row_text, settle
 from jaxglue.vision.processor import read_processor
 
 _SHOWN = 5
@@ -62,7 +62,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     host_tower = config.image_size is not None and config.model.train_vision == "none"
-    workload = make_workload(config, model, documents, mesh, host_tower=host_tower)
+    workload = make_workload(config, model, documents, mesh, KnownRows(host_tower=host_tower))
     files = 0.0 if gpu.unified or why_not_mapped(Asked.of(config), mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)

@@ -141,7 +141,9 @@ class ImageFeatures:
 
     def _compute(self, images: list[Image]) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield the features of images by their keys, and keep as many as there is room for."""
-        frozen = self._frozen if not images else self._frozen | {"vision": to_device(self._frozen["vision"])}
+        if not images:
+            return
+        frozen = self._frozen | {"vision": to_device(self._frozen["vision"])}
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
         groups = (
             (group, row)

@@ -4,8 +4,8 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Self
+from functools import cache, partial
+from typing import Self
 
 import jax
 
@@ -25,11 +25,11 @@ from jaxglue.planner.host_memory import HOST_LIMIT, available_memory, pinned_mem
 from jaxglue.planner.plan import DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
-from jaxglue.planner.workload import TowerWork, Workload
+from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import check_mesh, why_rows_stay_whole
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.workload import make_workload, training_devices
+from jaxglue.training.workload import WITH_DATA, KnownRows, make_workload, training_devices
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
@@ -369,19 +369,14 @@ def agree_on_mesh(
     document_lengths: tuple[int, ...],
     processes: Processes,
     steps: int | None = None,
-    *,
-    has_data: bool = True,
-    tower: TowerWork | None = None,
-    targets: float = 1.0,
-    host_tower: bool = False,
+    rows: KnownRows = WITH_DATA,
 ) -> tuple[Workload, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ.
 
     The arguments are those of `choose_mesh`.
     """
-    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
     if processes.is_main:
-        workload, remat = choose_mesh(config, model, document_lengths, steps, **rows)
+        workload, remat = choose_mesh(config, model, document_lengths, steps, rows)
         settings = {
             "remat": remat.remat,
             "weights": format_weights(remat.weights),
@@ -394,7 +389,7 @@ def agree_on_mesh(
     chosen = processes.all_gather_object(None)[0]
     settings = chosen["settings"]
     mesh = MeshShape.parse(chosen["mesh"])
-    workload = make_workload(config, model, document_lengths, mesh, **rows)
+    workload = make_workload(config, model, document_lengths, mesh, rows)
     placed = replace(workload, attention=settings["attention"], tile=settings["tile"])
     asked = replace(
         Asked.of(config),
@@ -411,11 +406,7 @@ def choose_mesh(
     model: DecoderConfig,
     document_lengths: tuple[int, ...],
     steps: int | None = None,
-    *,
-    has_data: bool = True,
-    tower: TowerWork | None = None,
-    targets: float = 1.0,
-    host_tower: bool = False,
+    rows: KnownRows = WITH_DATA,
 ) -> tuple[Workload, RematChoice]:
     """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
@@ -424,8 +415,7 @@ def choose_mesh(
         model: its architecture.
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
-        has_data: of `make_workload`.
-        tower, targets, host_tower: of `Workload`.
+        rows: of `make_workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -441,11 +431,7 @@ def choose_mesh(
         shapes = _with_split_rows(shapes, config, devices, full=full)
     for shape in shapes:
         check_mesh(config, model, shape, devices=devices)
-    rows: dict[str, Any] = {"has_data": has_data, "tower": tower, "targets": targets, "host_tower": host_tower}
-
-    def workload_of(shape: MeshShape) -> Workload:
-        return make_workload(config, model, document_lengths, shape, **rows)
-
+    workload_of = partial(make_workload, config, model, document_lengths, rows=rows)
     explain, refused = config.run.explain, []
     for shape in shapes:
         workload = workload_of(shape)

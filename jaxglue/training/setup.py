@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.dataset import TokenDataset
@@ -47,7 +47,14 @@ from jaxglue.training.run import (
 from jaxglue.training.sampling import choose_exact
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
-from jaxglue.training.workload import normalization, read_architecture, read_initial_adapter, settle, training_devices
+from jaxglue.training.workload import (
+    KnownRows,
+    normalization,
+    read_architecture,
+    read_initial_adapter,
+    settle,
+    training_devices,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,10 +87,12 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     model, base = _with_tower_for(config, model, base, data, processes)
     lengths = sample_lengths(data.train.document_lengths)
     planned = replace(config, run=_with_micro_batches(config, data))
-    tower = _tower_work(config, data, processes)
-    expected: dict[str, Any] = {"steps": _expected_steps(planned, data), "tower": tower}
-    expected |= {"targets": _target_share(data), "host_tower": _leaves_device(config, model, processes)}
-    workload, remat = agree_on_mesh(planned, model, lengths, processes, **expected)
+    rows = KnownRows(
+        tower=_tower_work(config, data, processes),
+        targets=_target_share(data),
+        host_tower=_leaves_device(config, model, processes),
+    )
+    workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data), rows)
     source.check(workload.mesh, processes, vocabulary.tokenizer)
     batches, eval_batches, total_steps = source.batches(data, workload)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
@@ -159,7 +168,7 @@ def resolve_model(config: TrainConfig, *, images: bool = False) -> Setup:
     assert config.run.steps is not None
     if images:
         model, base = _with_tower(model, base, hears=True)
-    workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, has_data=False)
+    workload, remat = agree_on_mesh(config, model, (), SINGLE_PROCESS, config.run.steps, KnownRows(has_data=False))
     return Setup(
         base=base,
         vocabulary=vocabulary,
@@ -212,10 +221,10 @@ def _with_tower_for(
         return model, base
     if config.model.train_draft != "off":
         raise ValueError(f"--train-draft {config.model.train_draft}: draft heads train on texts alone: leave it out")
-    if processes.count > 1 and any(reader.hears for reader in data.readers):
+    hears = any(reader.hears for reader in data.readers)
+    if processes.count > 1 and hears:
         raise ValueError("clips of audio are read by one process: start one, or leave out rows with clips")
-    hears = data.stream is not None or any(reader.hears for reader in data.readers)
-    return _with_tower(model, base, hears=hears)
+    return _with_tower(model, base, hears=hears or data.stream is not None)
 
 
 def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -> TowerWork | None:

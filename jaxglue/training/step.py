@@ -309,9 +309,7 @@ def prepare_steps(
         )
     parts.small_blocks = small_blocks
     see_images(parts, trainable, frozen)
-    if parts.features and run.workload.host_tower:
-        frozen = parts.features.move_tower(frozen)
-    state = TrainState(trainable, frozen, optimizer.init(trainable))
+    state = TrainState(trainable, _without_tower(parts, frozen), optimizer.init(trainable))
     if run.draft is None:
         return parts, state
     parts.draft = DraftSteps(run, graphdefs)
@@ -345,13 +343,18 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
             batches.ahead = parts.features.ahead
 
 
+def _without_tower(parts: StepParts, frozen: Params) -> Params:
+    """Return the frozen parameters that steps take: a tower that runs between them is moved to the host."""
+    if parts.features is None or not parts.run.workload.host_tower:
+        return frozen
+    return parts.features.move_tower(frozen)
+
+
 def restart(parts: StepParts, state: TrainState) -> TrainState:
     """Return the state before step 1; free the present one."""
     _delete((state.saved, state.spent, state.frozen))
     _, trainable, frozen = build_parameters(parts.run, parts.layout)
-    if parts.features and parts.run.workload.host_tower:
-        frozen = parts.features.move_tower(frozen)
-    first = TrainState(trainable, frozen, parts.optimizer.init(trainable))
+    first = TrainState(trainable, _without_tower(parts, frozen), parts.optimizer.init(trainable))
     if parts.draft and state.draft is not None:
         return first._replace(draft=parts.draft.first())
     return first

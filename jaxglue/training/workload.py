@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,16 +155,26 @@ def may_run_in_steps(config: TrainConfig) -> bool:
     return config.model.method == "lora" and config.model.adapter is None and not cached
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownRows:
+    """What is known of a run's rows before its plan; fields but the first are as of `Workload`."""
+
+    has_data: bool = True
+    """The run reads them, rather than a session's caller."""
+    tower: TowerWork | None = None
+    targets: float = 1.0
+    host_tower: bool = False
+
+
+WITH_DATA = KnownRows()
+
+
 def make_workload(
     config: TrainConfig,
     model: DecoderConfig,
     document_lengths: tuple[int, ...],
     mesh: MeshShape,
-    *,
-    has_data: bool = True,
-    tower: TowerWork | None = None,
-    targets: float = 1.0,
-    host_tower: bool = False,
+    rows: KnownRows = WITH_DATA,
 ) -> Workload:
     """Return a run's workload on one GPU of a mesh.
 
@@ -173,10 +183,9 @@ def make_workload(
         model: the model's architecture.
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
-        has_data: the run reads its data, rather than a session's caller.
-        tower, targets, host_tower: of `Workload`; a mesh of several GPUs has the tower on each.
+        rows: what is known of them; a mesh of several GPUs has the tower on each.
     """
-    host_tower = host_tower and mesh.devices == 1
+    host_tower = rows.host_tower and mesh.devices == 1
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
@@ -200,9 +209,9 @@ def make_workload(
         + draft_bytes(config, model, mesh)
         + tower_bytes(model, tokens, dtype, between=host_tower),
         host_tower=host_tower,
-        tower=tower,
-        targets=targets,
-        batches_known=has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
+        tower=rows.tower,
+        targets=rows.targets,
+        batches_known=rows.has_data and not (config.data.streaming or kind.needs_rollouts or kind.needs_reference),
     )
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 

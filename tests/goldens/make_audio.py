@@ -12,7 +12,18 @@ import numpy as np
 import torch
 from drawn import frames, pixels, samples
 from make_models import probed
-from make_vision import GEMMA4, GEMMA4_TOKENS, GEMMA4_TOWER, IMAGE, MODELS, OWN, build, gemma4_inputs, our_name
+from make_vision import (
+    GEMMA4,
+    GEMMA4_TOKENS,
+    GEMMA4_TOWER,
+    IMAGE,
+    MODELS,
+    OWN,
+    build,
+    document_tensors,
+    gemma4_inputs,
+    our_name,
+)
 from safetensors.torch import save_file
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
@@ -80,10 +91,7 @@ def main() -> None:
     mel = extract([samples(1000)], return_tensors="np")
     tensors = {f"grad.{our_name(n)}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors |= {
-        "tokens": torch.tensor([token for tokens, _ in made for token in tokens], dtype=torch.int32),
-        "lengths": torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int32),
-        "owners": torch.tensor([d for d, (_, grids) in enumerate(made) for _ in grids], dtype=torch.int32),
-        "grids": torch.tensor([grid for _, grids in made for grid in grids], dtype=torch.int32),
+        **document_tensors(made),
         "mel": torch.from_numpy(mel["input_features"][0][mel["input_features_mask"][0]]),
         **{"logits": torch.cat(logits).detach(), "loss": loss.detach()},
     }

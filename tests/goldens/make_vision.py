@@ -258,6 +258,16 @@ def loss_of(name: str, config, model, first_image: int = 0) -> tuple[torch.Tenso
     return total / targets, torch.cat(logits)
 
 
+def document_tensors(made: list) -> dict[str, torch.Tensor]:
+    """Return the tokens and grids of documents as goldens store them."""
+    return {
+        "tokens": torch.tensor([token for tokens, _ in made for token in tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int32),
+        "owners": torch.tensor([d for d, (_, grids) in enumerate(made) for _ in grids], dtype=torch.int32),
+        "grids": torch.tensor([grid for _, grids in made for grid in grids], dtype=torch.int32),
+    }
+
+
 def make(name: str) -> None:
     """Write one family's golden."""
     config, model = build(name)
@@ -266,10 +276,7 @@ def make(name: str) -> None:
     loss.backward()
     tensors = {f"grad.{our_name(n)}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors |= {
-        "tokens": torch.tensor([token for tokens, _ in made for token in tokens], dtype=torch.int32),
-        "lengths": torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int32),
-        "owners": torch.tensor([d for d, (_, grids) in enumerate(made) for _ in grids], dtype=torch.int32),
-        "grids": torch.tensor([grid for _, grids in made for grid in grids], dtype=torch.int32),
+        **document_tensors(made),
         **{"logits": logits.detach(), "loss": loss.detach()},
     }
     HERE.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import remat
-from jaxglue.training.workload import make_workload
+from jaxglue.training.workload import KnownRows, make_workload
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_programs_are_compiled_ahead_where_the_first_batch_tells_their_shapes(ma
 
     def ahead(mesh="data=1", has_data=True, **settings):
         config = make_config(batch_size=8, **settings)
-        return make_workload(config, model, (64,), MeshShape.parse(mesh), has_data=has_data).compiled_ahead
+        return make_workload(config, model, (64,), MeshShape.parse(mesh), KnownRows(has_data=has_data)).compiled_ahead
 
     assert ahead() and ahead("data=2,tensor=2")
     assert not ahead("fsdp=2") and not ahead("context=2")
