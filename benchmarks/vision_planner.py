@@ -63,7 +63,7 @@ _ROWS = 4
 """Rows in an epoch, about."""
 _EPOCHS = 4
 _SHARE = 0.42
-"""Of the GPU's memory, for each of two runs."""
+"""Share of the GPU's memory that each of two runs may use."""
 _PATIENCE = 120
 """Seconds that a run waits for another one to be timed."""
 _TOKENS = {_GEMMA3: 545, _GEMMA4: 548}

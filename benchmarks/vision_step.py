@@ -215,7 +215,8 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     settings |= {} if args.memory_limit is None else {"memory_limit": args.memory_limit}
     model = make_model(folder / "model", args.shape, args.layers)
     files = {"pictures": make_data(folder / "pictures", args.documents, args.largest)}
-    files["short"] = make_data(folder / "short", args.short_documents or args.documents, **SHORT)
+    short = args.documents if args.short_documents is None else args.short_documents
+    files["short"] = make_data(folder / "short", short, **SHORT)
     peaks = dict[str, tuple[float, float]]()
     for result in measure_peer(folder, model, files, args) if args.peer else ():
         yield result

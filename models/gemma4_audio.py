@@ -60,7 +60,7 @@ class AudioShape:
     residual: float
     """Factor of feed-forwards' outputs."""
     cap: float
-    """Of attention's scores, by tanh."""
+    """Cap of attention's scores, by tanh."""
     bound: float
     """Largest magnitude before norms."""
     clipped: bool

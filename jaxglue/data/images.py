@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IMAGE_TAG = "<image>"
 """Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
 TAGS = {"image": IMAGE_TAG, "audio": "<audio>"}
-"""Those of images and clips of audio, by the types of parts."""
+"""Tags of images and clips of audio in texts, by the types of parts."""
 _NOUNS = {"image": "images", "audio": "clips"}
 _DECODERS = 4
 """Images decoded at a time."""

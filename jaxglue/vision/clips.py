@@ -14,14 +14,14 @@ FRAMES = 4
 """Frames of a token."""
 FRAMES_PER_SECOND = 100
 MAX_TOKENS = 750
-"""Of the longest clip."""
+"""Tokens of the longest clip."""
 _RATE = 16_000
 _RATES, _CHANNELS = range(1_000, 192_001), 8
 """Samples per second, and channels at most, that files may have."""
 _FRAME, _HOP, _FFT = 320, 160, 512
 """Samples of a frame, between the beginnings of two, and of a Fourier transform."""
 _FLOOR = 1e-3
-"""Is added to a band before its logarithm."""
+"""Added to a band before its logarithm."""
 _REMEDY = "convert it: ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le clip.wav"
 
 

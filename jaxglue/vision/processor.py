@@ -43,7 +43,7 @@ class Hearing:
     """The rule by which clips of audio become frames and tokens."""
 
     bands: int
-    """Of a frame."""
+    """Mel bands of a frame."""
     token: str = ""
     """Token that stands for a feature of a clip."""
     begin: str = ""
@@ -124,14 +124,14 @@ class Processor:
     stand_in: int | None = None
     """Token whose own embeddings the layers of some models have at features; None for the features' token."""
     hearing: Hearing | None = None
-    """Of clips of audio; None for a model that hears none."""
+    """Rule of clips of audio; None for a model that hears none."""
 
     positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
     channels_last: ClassVar[bool] = False
     """A patch's values are (y, x, channel), not (channel, y, x)."""
     videos: ClassVar[Literal["none", "pairs", "frames"]] = "none"
-    """How videos are read: by pairs of frames, or single ones."""
+    """Frames that are read as one image: pairs, or single ones."""
     hears: ClassVar[bool] = False
     """Models with an `audio_config` hear clips, unless images' tokens see later ones: no such model is known."""
 
@@ -168,6 +168,11 @@ class Processor:
     def grid(self, height: int, width: int) -> Grid:
         """Return the patches of an image of so many pixels."""
         raise NotImplementedError
+
+    def for_videos(self, settings: Mapping[str, Any]) -> Self:
+        """Return the processor with a video processor's settings; raise ValueError for what is not supported."""
+        del settings  # frames are images to most
+        return self
 
     def frame_grid(self, height: int, width: int) -> Grid:
         """Return the patches of a video's frame of so many pixels."""
@@ -254,8 +259,7 @@ def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None 
     ):
         return None
     processor = PROCESSORS[model_type].of(_settings(folder, "image_processor"), raw, max_tokens)
-    if isinstance(processor, BudgetProcessor):
-        processor = processor.for_videos(_settings(folder, "video_processor"))
+    processor = processor.for_videos(_settings(folder, "video_processor"))
     if not processor.hears or processor.spans or not isinstance(raw.get("audio_config"), Mapping):
         return processor
     return replace(processor, hearing=Hearing.of(_settings(folder, "feature_extractor"), raw["audio_config"]))
@@ -491,8 +495,9 @@ class BudgetProcessor(Processor):
         return self._grid(height, width, self.frame_tokens)
 
     def for_videos(self, settings: Mapping[str, Any]) -> Self:
-        """Return the processor with the budget of a video processor's settings, as far as that of images allows."""
-        budget = settings.get("max_soft_tokens") or _BUDGETS[0]
+        """See `Processor`; frames have a budget of their own, as far as that of images allows."""
+        budget = settings.get("max_soft_tokens")
+        budget = _BUDGETS[0] if budget is None else budget
         if budget not in _BUDGETS:
             raise ValueError(
                 f"max_soft_tokens {budget!r:.60}: frames take {', '.join(map(str, _BUDGETS))} tokens at most"

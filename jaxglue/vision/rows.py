@@ -57,7 +57,7 @@ class Images:
     patches: Patches | None = None
     """Of models whose tower runs in a step."""
     clips: Patches | None = None
-    """Of these, where there are any; the features of a row's clips follow those of its images."""
+    """Clips of audio for such a tower; None where rows have none. Their features follow those of a row's images."""
     features: Float[Array, "B I D"] | None = None
     """Of models whose tower ran before."""
 

@@ -10,7 +10,7 @@ from jaxglue.vision.images import MAX_FRAMES, ImageSource, animation_frames, ima
 _FRAMES_PER_SECOND = 2.0
 """Of lists and folders whose part names no `fps`, and of animations, from which as many are taken."""
 _TIME = "\U000f0002"
-"""Around the time of a frame in a message: templates cut spaces off texts, which `with_spaces` brings back."""
+"""Mark around a frame's time in a message: templates cut spaces off texts, and `with_spaces` brings them back."""
 _TIMED = re.compile(f"{_TIME}({_TIME})?(\\d+:\\d\\d){_TIME}")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 

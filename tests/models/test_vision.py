@@ -85,7 +85,8 @@ def packed(raw, processor, documents, seq_len=None, features=None):
     tokens = np.zeros((1, T), np.int32)
     tokens[0, : sum(lengths)] = np.concatenate([tokens for tokens, _ in documents])
     index = np.full((1, T), -1, np.int32)
-    places = np.flatnonzero(np.isin(tokens[0], [image_id, raw.get("audio_token_id") or image_id]))
+    audio_id = raw.get("audio_token_id")
+    places = np.flatnonzero(np.isin(tokens[0], [image_id] if audio_id is None else [image_id, audio_id]))
     index[0, places] = np.arange(len(places))
     if processor.stand_in is not None:
         tokens[0, places] = processor.stand_in
@@ -274,7 +275,7 @@ def test_adapters_reach_the_parts_that_train(seeing, trains, parts):
 
 @pytest.mark.parametrize("name", repeats(["qwen3_5", "qwen3_vl", "gemma4", "gemma4_wide"], "qwen3_vl", "gemma4"))
 def test_frames_are_videos_of_transformers(name):
-    """Of Qwen's each pair is an image; the token of videos and that of images are both replaced by features."""
+    """Qwen's models read a pair of frames as an image; features replace the tokens of videos and of images alike."""
     raw, _ = read_golden(name)
     golden = load_file(GOLDENS / "video.safetensors")
     processor, image_id = read_processor(Path("."), raw), raw["image_token_id"]
