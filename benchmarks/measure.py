@@ -2,21 +2,17 @@
 
 import hashlib
 import json
-import os
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
 import numpy as np
-import psutil
+from peers import record
+from peers.record import write_json
 
 from jaxglue.ops.backend import UNTRIED
 
@@ -90,42 +86,9 @@ def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = N
 
 
 def provenance(gpu: str) -> dict:
-    """Return GPU, date, commit, versions, command and the host's memory in GiB, of which every result file tells."""
+    """Return the fields that every result file has, with the versions of our packages."""
     installed = {distribution.name for distribution in distributions()}
-    return {
-        "gpu": gpu,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "versions": {package: version(package) for package in PACKAGES if package in installed},
-        "command": shlex.join(["python", *sys.argv]),
-        "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, followed by + where tracked files differ from it.
-
-    Where git does not tell, it is that of `JAXGLUE_COMMIT`, or None: a measurement is not lost for it.
-    """
-    if not (ROOT / ".git").exists():
-        return os.environ.get("JAXGLUE_COMMIT")
-    try:
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-        return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("JAXGLUE_COMMIT")
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write compact JSON atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    return record.provenance(gpu, {package: version(package) for package in PACKAGES if package in installed})
 
 
 def save_figure(figure, path: Path, data) -> None:

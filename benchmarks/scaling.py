@@ -233,7 +233,8 @@ def main() -> None:
     gpus = [str(number) for number in range(args.gpus or 4)] if args.tiny else visible_gpus()[: args.gpus]
     if args.suite and len(gpus) < 2:
         parser.error(f"--suite compares several GPUs with one: there is {len(gpus)}")
-    args.budget = args.budget or (530 if args.suite else math.inf)
+    if args.budget is None:
+        args.budget = 530 if args.suite else math.inf
     chosen = hgx_cases(len(gpus)) if args.suite else [case for case in CASES if gpus_of(case) <= len(gpus)]
     cases = args.cases or chosen
     if too_large := [case for case in cases if gpus_of(case) > len(gpus)]:

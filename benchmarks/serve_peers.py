@@ -7,8 +7,9 @@
 Both servers hold random weights of the same shape in bf16, one after the other on one GPU. The client sends the same
 requests to each, in the same order: random prompts of tokens, answers of lengths drawn once, sampled at temperature 1
 from the whole vocabulary, so that (by random weights) nearly none ends early; counted are the tokens that the server
-says it made. A round of half of the requests comes first and does not count: programs compile in it, or are captured.
-Then a round of whole answers, and one of half of the requests, streamed, for the time to the first token.
+says it made. A round of half of the requests, every other one streamed, comes first and does not count: programs
+compile in it. Then a round of whole answers, and one of half of the requests, streamed, for the time to the first
+token.
 """
 
 import argparse
@@ -114,6 +115,14 @@ async def ask_all(port: int, requests: list[dict], streams: int, *, stream: bool
     return answers, time.perf_counter() - begun
 
 
+async def warm_up(port: int, requests: list[dict], streams: int) -> None:
+    """Send all requests, so many at a time, every other one streamed: what is measured afterwards has run before."""
+    await asyncio.gather(
+        ask_all(port, requests[::2], -(-streams // 2), stream=False),
+        ask_all(port, requests[1::2], streams // 2, stream=True),
+    )
+
+
 def command_of(server: str, model: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Return a server's command and environment."""
     streams, length = str(max(args.streams)), str(max(args.prompt) + args.longest + 1)
@@ -142,8 +151,11 @@ def serving(command: list[str], environment: dict[str, str], port: int, log: Pat
     """Start a server; yield the seconds until it answered, and end it afterwards.
 
     Raises:
-        RuntimeError: it ended, or did not answer within `limit` seconds; with the end of what it printed.
+        RuntimeError: another server has the port; or this one ended, or did not answer within `limit` seconds, with the
+            end of what it printed.
     """
+    if _answers(port):
+        raise RuntimeError(f"a server answers at port {port} already: it would be measured in place of {command[2]}")
     begun = time.perf_counter()
     with (
         log.open("w") as file,
@@ -180,7 +192,7 @@ def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> It
             sizes = SHAPES[args.shape]["vocab_size"], tuple(args.prompt), (args.longest // 4, args.longest)
             requests = make_requests(streams * args.requests, *sizes)
             half = requests[: len(requests) // 2]
-            asyncio.run(ask_all(args.port, half, streams, stream=False))
+            asyncio.run(warm_up(args.port, half, streams))
             whole, seconds = asyncio.run(ask_all(args.port, requests, streams, stream=False))
             streamed, _ = asyncio.run(ask_all(args.port, half, streams, stream=True))
             made = sum(answer.tokens for answer in whole)
@@ -195,8 +207,8 @@ def told(server: str, model: Path, args: argparse.Namespace, log: Path) -> Itera
     """Yield a server's rows, and its error where one ends it: others are measured all the same."""
     try:
         yield from measure(server, model, args, log)
-    except (RuntimeError, OSError) as error:
-        yield {"server": server, "error": str(error)}
+    except (RuntimeError, OSError, ValueError) as error:  # a line that is cut, as its server ended, is no JSON
+        yield {"server": server, "error": f"{type(error).__name__}: {error}"}
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float]:

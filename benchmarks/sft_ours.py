@@ -179,8 +179,8 @@ def train(run: Run, batches: list[Batch], warm_up: int, ready: Callable[[], None
 
     Call `ready` once the warm-up is done.
 
-    A step's end is seen once the next one is dispatched; the last step has none after it, and the interval before its
-    end, which is shorter by as much, is left out.
+    A step's end is seen once the next one is dispatched. The last step has none after it, and the first after the
+    warm-up, which is waited for, begins before that end is seen: their intervals are shorter, and left out.
     """
     begun, losses, ends, pending = time.perf_counter(), [], [], None
     for number, batch in enumerate(batches):
@@ -198,7 +198,7 @@ def train(run: Run, batches: list[Batch], warm_up: int, ready: Callable[[], None
         pending = done
     jax.block_until_ready((pending, run.trainable))
     ends.append(time.perf_counter())
-    times = (np.diff(ends)[warm_up - 1 : -1] * 1e3).tolist()
+    times = (np.diff(ends)[warm_up:-1] * 1e3).tolist()
     return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
 
 

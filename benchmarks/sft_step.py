@@ -91,13 +91,13 @@ class Row:
         return "-".join(("adapter", *(self.targets if self.targets != ("all-linear",) else ())))
 
 
-_ALL = "device", "offload", "none"
-"""All kinds of checkpointing: what takes most memory last, what leaves pinned memory to the process not first."""
+_ALL = "device", "none", "offload"
+"""All kinds of checkpointing: what leaves pinned memory to the process last, so that it counts for itself alone."""
 _GRANITE_4 = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"
 """Linear layers that Unsloth adapts: neither experts, nor `out_proj`, whose adapter mamba-ssm's kernel ignores."""
 _SMALL: dict[str, Any] = {
     "tokens": 2048,
-    "checkpointing": ("none", "device", "offload"),
+    "checkpointing": _ALL,
     "engines": ("ours", "unsloth", "liger", "peft"),
     "steps": 16,
 }

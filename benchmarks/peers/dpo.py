@@ -1,4 +1,4 @@
-"""Train a peer's DPO on the pairs of benchmarks/dpo_step.py; print a JSON line of speed and memory after each step.
+"""Train a peer's DPO on the pairs of benchmarks/dpo_step.py; print a JSON line after each size of batches.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --pairs-only FILE.npz
     python benchmarks/peers/dpo.py --pairs FILE.npz --engine liger --batch 4 8 --by-length --checkpointing device none
@@ -184,7 +184,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
             try:
                 build_trainer(args, batch, kind, make_clock(batch, args.warm_up, host, results)).train()
             except torch.cuda.OutOfMemoryError as error:
-                results[-1]["error"] = str(error).splitlines()[0]
+                # Steps before are of shorter pairs: a size that does not hold all of them has no speed.
+                results[-1] = {"pairs_per_step": batch, "checkpointing": kind, "error": str(error).splitlines()[0]}
             gc.collect()  # a trainer and its model hold each other
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -217,7 +218,7 @@ def main() -> None:
     for result in measure(args):
         print(json.dumps(result), flush=True)
         if args.json:
-            args.json.write_text(json.dumps(result) + "\n")
+            engines.write_results(args.json, result)
 
 
 if __name__ == "__main__":

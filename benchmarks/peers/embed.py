@@ -12,6 +12,7 @@ import json
 import time
 from pathlib import Path
 
+import engines
 import numpy as np
 import torch
 
@@ -82,7 +83,7 @@ def main() -> None:
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     print(json.dumps(result))
     if args.json:
-        args.json.write_text(json.dumps(result) + "\n")
+        engines.write_results(args.json, result)
 
 
 if __name__ == "__main__":

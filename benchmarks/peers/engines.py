@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 RANK = ALPHA = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -73,6 +74,15 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def write_results(path: Path, results: dict) -> None:
+    """Write a peer's results with their provenance, as `measure.write_results` does ours."""
+    import record
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    record.write_json(path, record.provenance(gpu, versions()) | {"results": results})
 
 
 def targets(folder: str) -> list[str] | str:

@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--cache", help="transformers' implementation of the cache, such as static")
     parser.add_argument("--longest", type=int, default=1 << 30, help="end sampled answers after so many tokens")
     parser.add_argument("--given", action="store_true", help="answers are random tokens, not sampled")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engines.stay_offline()  # TRL waits for its telemetry
     os.environ.update(engines.VLLM_ENVIRONMENT if args.vllm else {})
@@ -273,6 +274,8 @@ def main() -> None:
         trainer.train()
     clock.result["host_gib"] = host.added()
     clock.show()
+    if args.json:
+        engines.write_results(args.json, clock.result)
 
 
 if __name__ == "__main__":

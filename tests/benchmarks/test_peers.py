@@ -1,12 +1,14 @@
 """Scripts of peers: what needs neither their packages nor a GPU."""
 
 import hashlib
+import json
 import os
 import struct
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,3 +100,45 @@ def test_ours_beside_vllm_for_each_number_of_requests():
     ]
     one, other = (serve_peers.make_requests(8, 100, (8, 16), (4, 8)) for _ in range(2))
     assert one == other and {4 <= request["max_tokens"] <= 8 for request in one} == {True}
+
+
+def test_a_size_of_batches_that_does_not_hold_all_pairs_has_no_speed(monkeypatch):
+    import dpo
+
+    class FullError(Exception):
+        pass
+
+    def build_trainer(args, batch, kind, results):
+        def train():
+            results[-1] |= {"pairs_per_second": float(batch)}
+            if batch > 4:
+                raise FullError("CUDA out of memory\nmore")
+
+        return SimpleNamespace(train=train)
+
+    cuda = SimpleNamespace(is_available=lambda: False, OutOfMemoryError=FullError)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(dpo, "build_trainer", build_trainer)
+    monkeypatch.setattr(dpo, "make_clock", lambda batch, warm_up, host, results: results)
+    args = SimpleNamespace(checkpointing=["device"], batch=[4, 8], warm_up=1, engine="trl", by_length=False)
+    *_, told = dpo.measure(args)
+    assert told["pairs_per_step"] == 4 and told["tried"][1]["error"] == "CUDA out of memory"
+    assert "pairs_per_second" not in told["tried"][1]
+
+
+def test_a_peers_file_tells_where_and_how_it_was_measured(tmp_path, monkeypatch):
+    import engines
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False)))
+    engines.write_results(tmp_path / "a.json", {"ms": 1.0})
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told.keys() == {"gpu", "date", "commit", "versions", "command", "host_memory_gib", "results"}
+
+
+def test_a_server_that_has_the_port_is_not_measured_in_anothers_place(tmp_path, monkeypatch):
+    import serve_peers
+
+    monkeypatch.setattr(serve_peers, "_answers", lambda port: True)
+    monkeypatch.setattr(serve_peers, "command_of", lambda *_: (["false", "", "vllm.x"], {}))
+    (row,) = serve_peers.told("vllm", tmp_path, SimpleNamespace(port=1, limit=1), tmp_path / "log")
+    assert row["server"] == "vllm" and "already" in row["error"]
