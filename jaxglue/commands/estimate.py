@@ -90,8 +90,10 @@ def print_estimate(config: EstimateConfig) -> bool:
         best, verdict = None, f"Does not fit: {error}"
     console = Console()
     console.print(verdict, style="bold green" if best else "bold red")
+    fits = best is not None
     if best is not None and config.objective.kind.needs_rollouts:
-        console.print(_sampling(config, planner, best))
+        answers, fits = _sampling(config, planner, best)
+        console.print(answers, style=None if fits else "bold red")
     if config.image_size is not None:
         console.print(_images(config, planner, best))
     plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
@@ -103,7 +105,7 @@ def print_estimate(config: EstimateConfig) -> bool:
         console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
     if config.run.explain and best is not None:
         print_panel(console, "choices", _reasons(config, planner, best, host_memory))
-    return best is not None
+    return fits
 
 
 def _images(config: EstimateConfig, planner: Planner, plan: Plan | None) -> str:
@@ -140,21 +142,23 @@ def _pixels(size: str) -> tuple[int, int]:
     return int(sides[-1]), int(sides[0])
 
 
-def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> str:
-    """Return a line about the answers of a step, whose keys and values take the place of training's activations."""
+def _sampling(config: EstimateConfig, planner: Planner, plan: Plan) -> tuple[str, bool]:
+    """Return a line about the answers of a step, whose keys and values take the place of training's activations, and
+    whether one fits."""
     prompt, longest = config.document_tokens or PROMPT, config.rollouts.max_completion_length
     try:
         found = PredictedAnswers.of(config, planner.workload, planner.gpu, plan.weights, prompt)
     except ValueError as error:
-        return f"Sampling does not fit: {error}"
+        return f"Sampling does not fit: {error}", False
     with tracing_for(planner.gpu.capability):
         exact = weigh_exact(config, found)[1]
-    return (
+    line = (
         f"Sampling in turns with training: ~{found.seconds:,.0f} s for answers of all lengths, {found.cache.slots:,} "
         f"of {len(found.lengths):,} answers at a time, prompts of {prompt:,} tokens and answers of at most "
         f"{longest:,}; keys and values {found.cache.bytes / GIB:.1f} of {found.free / GIB:.1f} GiB beside the weights; "
         f"--exact-sampling auto: {exact}"
     )
+    return line, True
 
 
 def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: float) -> dict[str, Reason]:

@@ -76,10 +76,15 @@ class Planner:
             host_memory: bytes of host memory that may be pinned; slower settings are considered where it is short.
             weights: places of the layers' weights, `auto` for several.
         """
+        weights = self._open(weights)
         if (found := self._plans.get((host_memory, weights))) is None:
             proposed = dict.fromkeys(self.candidates.propose(host_memory, weights))
             found = self._plans[host_memory, weights] = sorted(proposed, key=by_time)
         return list(found)
+
+    def _open(self, weights: str) -> str:
+        """Return places of weights, of which `auto` is open only where no answers are sampled from them."""
+        return DEVICE if weights == AUTO and self.workload.objective.needs_rollouts else weights
 
     def resolve(self, remat: str, *, weights: str, host_memory: float) -> Plan:
         """Return the plan that `--remat` and `--weights` ask for, either of which may be `auto`.
@@ -220,6 +225,7 @@ class Planner:
 
     def memory_share(self, host_memory: float, weights: str) -> float:
         """Return the larger share of GPU and host memory that the smallest setting takes."""
+        weights = self._open(weights)
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
         policies = [PRESETS[name] for name in _SMALLEST]
         plans: list[Memory] = [self.memory(policy, weights=places) for policy in policies for places in streams]

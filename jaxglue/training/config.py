@@ -393,14 +393,18 @@ class TrainConfig(PartsConfig):
 
     def validate(self) -> None:
         """Settle the method's learning rate and the place of weights that sampling reads; refuse contradictions."""
-        if self.model.weights == "auto" and (self.run.sample_prompt or self.objective.kind.needs_rollouts):
-            object.__setattr__(self, "model", replace(self.model, weights="device"))
+        self._settle_weights()
         if self.optimizer.learning_rate is None:
             optimizer = replace(self.optimizer, learning_rate=self.default_learning_rate)
             object.__setattr__(self, "optimizer", optimizer)
         objective = self.objective.kind
         of_objective: list[Excludes | Requires] = [*objective.requires, *objective.excludes]
         refuse_contradictions(self, {"objective": of_objective, "optimizer": self.optimizer.kind.excludes})
+
+    def _settle_weights(self) -> None:
+        """Keep weights that sampling reads on the device, where no place is given."""
+        if self.model.weights == "auto" and (self.run.sample_prompt or self.objective.kind.needs_rollouts):
+            object.__setattr__(self, "model", replace(self.model, weights="device"))
 
     @property
     def default_learning_rate(self) -> float:

@@ -48,8 +48,19 @@ def test_reinforcement_learning_names_the_memory_of_its_answers(estimate):
 def test_too_little_memory_for_answers_names_their_flag(estimate, monkeypatch):
     plan = sampling.plan_cache
     monkeypatch.setattr(sampling, "plan_cache", lambda *args, **options: plan(*args, **options | {"free": 1e4}))
-    printed, _ = estimate("--gpu", "4090", "--objective", "grpo", "--max-completion-length", "100")
-    assert re.search(r"Sampling does not fit: .* lower\s+--max-completion-length", printed, re.DOTALL)
+    printed, fits = estimate("--gpu", "4090", "--objective", "grpo", "--max-completion-length", "100")
+    assert not fits and re.search(r"Sampling does not fit: .* lower\s+--max-completion-length", printed, re.DOTALL)
+
+
+def test_weights_that_sampling_reads_stay_on_the_gpu(estimate, capsys):
+    """As in training, in every plan that is shown or named as a remedy."""
+    printed, fits = estimate("--gpu", "4090", "--objective", "grpo", "--all")
+    assert fits and "--weights" not in printed and "--weights" in estimate("--gpu", "4090", "--all")[0]
+    printed, fits = estimate("--gpu", "4090", "--memory-limit", "0.305", "--objective", "grpo")
+    assert not fits and "Does not fit" in printed and "--weights host" not in printed
+    with pytest.raises(SystemExit):
+        main(["estimate", "--model", ".", "--gpu", "4090", "--objective", "grpo", "--weights", "host"])
+    assert "--weights host is not for --objective grpo" in capsys.readouterr().err
 
 
 def test_all_prints_every_preset_without_splitting_words(estimate):
