@@ -11,12 +11,18 @@ from jaxglue.engine.compiler import _whole_products, rounds_as_written
 from jaxglue.ops.backend import _overrides, _planned_capability
 from jaxglue.sharding.rules import SINGLE_DEVICE
 
-RUNS = ("commands", "rl", "serve", "tinker_server", "training")
+RUNS = ("commands", "generation", "hf", "rl", "serve", "tinker_server", "training")
 """Folders of tests that share; those of the others test programs themselves."""
 OWN = {"own_programs", "interpreted", "gpu_target"}
 """Fixtures of tests with programs of their own: they count what is compiled, or choose kernels."""
 _TRACED = "jax"
 """Beginning of names of modules that programs may be traced from: JAX's and jaxglue's."""
+CALLERS = (
+    *("jaxglue.api.session", "jaxglue.commands", "jaxglue.rl", "jaxglue.serve", "jaxglue.tinker", "jaxglue.training"),
+    *("jaxglue.engine.executor.Executor", "jaxglue.generation.engine.Engine"),
+)
+"""Of these, packages, modules and classes that only call shared programs, but for `PARTS`."""
+PARTS = tuple(f"jaxglue.training.{module}" for module in ("adamw", "optimizer", "partwise"))
 _programs: dict[Hashable, Any] = {}
 
 
@@ -37,9 +43,15 @@ class NotingPatch(pytest.MonkeyPatch):
         super().setitem(mapping, *arguments, **options)
 
     def _note(self, target: Any) -> None:
-        named = target if isinstance(target, str) else getattr(target, "__module__", None)
-        name = named or getattr(target, "__name__", None) or type(target).__module__
-        NotingPatch.changes_programs |= name.startswith(_TRACED)
+        module = target if isinstance(target, str) else getattr(target, "__module__", None)
+        module = module or getattr(target, "__name__", None) or type(target).__module__
+        name = f"{module}.{target.__qualname__}" if isinstance(target, type) else module
+        NotingPatch.changes_programs |= name.startswith(_TRACED) and (is_of(name, PARTS) or not is_of(name, CALLERS))
+
+
+def is_of(name: str, parents: tuple[str, ...]) -> bool:
+    """Return whether a dotted name is one of these, or in one of these."""
+    return any(f"{name}.".startswith(f"{parent}.") for parent in parents)
 
 
 def share(patch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,17 @@ def test_imported_modules_of_ours_exist():
     assert not missing
 
 
-def test_modules_import_each_other_in_no_cycle():
-    edges = {
+@cache
+def imported_modules() -> dict[str, set[str]]:
+    """Return the modules that each of ours imports."""
+    return {
         name: {found if (found := f"{module}.{part}") in MODULES else module for module, part in imports(path)} - {name}
         for name, path in MODULES.items()
     }
+
+
+def test_modules_import_each_other_in_no_cycle():
+    edges = imported_modules()
     reached = {name: reachable(name, edges) for name in edges}
     cycles = {frozenset(other for other in reached[name] if name in reached[other]) for name in reached}
     assert cycles == {frozenset()}

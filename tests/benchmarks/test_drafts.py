@@ -11,7 +11,8 @@ def test_rows_of_drafts_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(EnginePrograms, "matches", EnginePrograms.matches)  # so that the own ones come back
     file = tmp_path / "drafts.json"
     flags = ["--shape", "tiny-qwen3.5", "--streams", "2", "--drafts", "off", "2", "--words", "64"]
-    flags += ["--lengths", "8", "24", "--repeats", "1"]
+    flags += ["--lengths", "4", "20", "--repeats", "1"]
+    monkeypatch.setattr(drafts, "CONTEXT", 20)
     monkeypatch.setattr("sys.argv", ["drafts.py", *flags, "--json", str(file)])
     drafts.main()
     plain, drafted = json.loads(file.read_text())["results"]

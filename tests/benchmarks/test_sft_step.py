@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def test_intervals_in_medians_are_whole_ones(monkeypatch):
     assert sft_ours.train(run, [*range(6)], 2)["ms_all"] == pytest.approx([10_000.0, 10_000.0])
 
 
+@repeats_parts_of("test_one_program_trains_as_several_do")
 def test_one_program_with_its_update_gives_the_steps_of_apart_ones(prepared):
     import sft_ours
 

@@ -44,7 +44,8 @@ def test_invalid_drop_is_refused(text, message):
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        ({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
+        ({"prefetch_depth": 1}, "1 x full + 5 x drop:layer_input"),
+        repeat({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
         repeat({"tile": 7}, f"2 x [{GROUP}]"),
         repeat({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
         repeat({}, f"1 x drop:{ATTENTION} + 5 x drop:layer_input,{ATTENTION}"),

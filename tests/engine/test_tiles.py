@@ -46,6 +46,14 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
     },
+    "delta": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ("linear_attention",) * 2,  # the gates of its attention are Muse Glimmer's
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
     "lfm2_nf4": {
         **{"model_type": "lfm2", "layer_types": ("conv", "full_attention"), "block_multiple_of": 64},
         **{"quantize": "nf4", "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
@@ -82,7 +90,8 @@ def exact_matmuls():
         repeat("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
         repeat("ministral3", "full", "full", 4),
         ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
-        ("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
+        ("delta", "lora", "offload:layer_input; save:delta_input", 4),
+        repeat("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         repeat("lfm2_nf4", "lora", "offload:layer_input,attention_out; save:delta_input", 7),
         repeat("granite_4", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         repeat("granite_4", "full", "1 x offload:layer_input + 1 x drop:layer_input; offload:attention_out", 7),
@@ -90,7 +99,7 @@ def exact_matmuls():
         repeat("falcon_h1", "lora", "1 x full + 1 x drop:layer_input; offload:attention_out,attention_lse", 7),
         repeat("lfm3", "lora", "offload:layer_input,attention_out", 4),
         repeat("cohere2", "full", "offload:layer_input,query,attention_out,attention_lse", 4),
-        repeat("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
+        ("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
         repeat(
             "qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7
         ),

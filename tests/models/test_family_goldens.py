@@ -43,7 +43,7 @@ OTHERS += (
     "seed_oss",
 )
 """Families whose parts the others and those of test_parity.py have, too."""
-DIFFERENTIATED = ["deepseek_v3", "gemma4_text_experts", "kimi_linear", "lfm3", "nemotron_h"]
+DIFFERENTIATED = ["deepseek_v3", "gemma4_text_experts", "lfm3", "nemotron_h"]
 """Families whose layers are of all operations that the others have."""
 sys.path.append(str(GOLDENS))
 from drawn import drawn, unpacked  # noqa: E402

@@ -450,9 +450,13 @@ def test_special_tokens_of_a_result_are_text(play, games, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("hang", "reached its limit of 2 s"), ("leave", "ended its process with")]
+    ("name", "reason", "fate"),
+    [
+        ("hang", "reached its limit of 2 s", "drop"),
+        *(repeat("hang", "reached its limit of 2 s", fate) for fate in ("zero", "stop")),
+        *(("leave", "ended its process with", fate) for fate in ("drop", "zero", "stop")),
+    ],
 )
-@pytest.mark.parametrize("fate", ["drop", "zero", "stop"])
 def test_an_episode_that_dies_is_named_and_counts_as_chosen(play, games, caplog, name, reason, fate):
     said = [[call(name), "x"], [call("add", number=4), "y"]]
     settings = {"fate": fate, "config": {"reward_timeout": 2.0}}

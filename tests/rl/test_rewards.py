@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.rl import checks
 from jaxglue.rl.config import RolloutConfig
@@ -248,7 +249,7 @@ def test_functions_and_their_programs_read_no_requests(score):
     assert score("program", "later", reward_timeout=20) == [[[0.0, 1.5]] * 3]
 
 
-@pytest.mark.parametrize("name", ["child", "apart", "apart_and_leaves"])
+@pytest.mark.parametrize("name", [repeat("child"), repeat("apart"), "apart_and_leaves"])
 def test_programs_of_a_function_end_with_it_whatever_their_session(score, tmp_path, name):
     with suppress(ValueError):  # of one that leaves
         score(f"{name}?file={tmp_path / 'pid'}", reward_timeout=1)

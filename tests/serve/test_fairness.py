@@ -84,7 +84,7 @@ def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
     assert service.running == service.waiting == 0 and not service._open and not service._owners
 
 
-@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("others", [repeat(0), 2])
 def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(assistant, others):
     service = Service(assistant, slots=8, length=256, most=8)
     request, short = long_request(n=6), Request([7, 8], replace(SAMPLED, max_tokens=60))

@@ -78,6 +78,8 @@ ROUTERS = {
 }
 FULL, WINDOWS = ({"layer_types": (f"{kind}_attention",) * 2} for kind in ("full", "sliding"))
 """Layers of one type compile once."""
+ONE = {"num_hidden_layers": 1}
+FULL_ONE, WINDOWS_ONE = ({"layer_types": (f"{kind}_attention",)} | ONE for kind in ("full", "sliding"))
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """Sizes that the blocks of quantized weights divide."""
 
@@ -158,15 +160,17 @@ CASES = [
     repeat("lora", "data=8", "dots", {}),
     repeat("lora", "fsdp=8", "offload", {}),
     repeat("lora", "data=2,fsdp=2,tensor=2", "dots", {}),
-    ("lora", "data=2,fsdp=2,tensor=2", "offload", {}),
+    ("lora", "data=2,fsdp=2,tensor=2", "offload", ONE),
     repeat("full", "data=2,fsdp=4", "full", TIED),
     repeat("full", "fsdp=4,tensor=2", "dots", TIED),
     repeat("lora", "data=2,expert=4", "dots", MOE),
-    ("full", "fsdp=2,expert=4", "full", DEEPSEEK | TIED),
+    repeat("full", "fsdp=2,expert=4", "full", DEEPSEEK | TIED),
+    ("full", "fsdp=2,expert=4", "full", DEEPSEEK | TIED | ONE | {"first_k_dense_replace": 0}),
     repeat("full", "fsdp=2,expert=4", "dots", DEEPSEEK),
     repeat("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     repeat("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
-    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
+    repeat("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
+    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL_ONE | {"quantize": "mxfp4"}),
     repeat("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     repeat("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
@@ -213,14 +217,15 @@ ROWS = [[23, 2, 7, 1, 5], [40], [9, 17, 11], [38], [40], [12, 20], [1], [30, 9]]
 """Documents that are cut, whole, and cut to fill a device's share; padding."""
 SPLIT_CASES = [
     repeat("lora", "data=2,context=4", "dots", {}),
-    ("full", "fsdp=4,context=2", "full", GPT_OSS | WINDOWS),
+    ("full", "fsdp=4,context=2", "full", GPT_OSS | WINDOWS_ONE),
     repeat("lora", "context=8", "full", DEEPSEEK),
     repeat("lora", "data=4,context=2", "dots", LINEAR),
     repeat("full", "fsdp=4,context=2", "save:attention_out", LINEAR),
     repeat("full", "data=2,context=4", "dots", GRANITE),
     repeat("lora", "data=2,context=4", "dots", NEMOTRON),
     repeat("full", "data=4,context=2", "dots", NEMOTRON),
-    ("full", "fsdp=4,context=2", "dots", NEMOTRON),
+    repeat("full", "fsdp=4,context=2", "dots", NEMOTRON),
+    ("full", "fsdp=4,context=2", "dots", NEMOTRON | ONE | {"hybrid_override_pattern": "M"}),
     repeat("lora", "data=4,context=2", "save:attention_out", FALCON),
     repeat("lora", "data=4,context=2", "dots", OLMO),
     repeat("full", "data=2,context=4", "dots", KIMI),
@@ -266,7 +271,7 @@ def random_pairs(rows, seq_len: int, seed: int, vocab_size: int = 104) -> Batch:
 
 @pytest.mark.parametrize(
     ("objective", "changes"),
-    [("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {}), repeat("reward", {"scored": True})],
+    [("dpo", ONE), repeat("dpo", WINDOWS), repeat("dpo", {}), repeat("kto", {}), repeat("reward", {"scored": True})],
 )
 def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, objective, changes):
     monkeypatch.setattr(row_split, "_LEAST_CHUNK", 2)

@@ -183,9 +183,10 @@ class KilledError(Exception):
     pass
 
 
-def stop_at(monkeypatch, phase: str) -> None:
+def stop_at(monkeypatch, phase: str, count: int | None = None) -> None:
     """Raise in place of the n-th call of a phase."""
-    cls, name, count = PHASES[phase]
+    cls, name, usual = PHASES[phase]
+    count = usual if count is None else count
     original, calls = getattr(cls, name), []
 
     def counted(*args, **options):
@@ -254,8 +255,7 @@ def test_rewards_that_would_differ_are_judged_once(make_run, tmp_path, monkeypat
     rewards.write_text("import random\n\ndef chance(completion):\n    return random.random()\n")
     config = make_run(reward=(f"{rewards}:chance",), steps=1)
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "saving", (Checkpoints, "save", 1))
-        stop_at(patch, "saving")
+        stop_at(patch, "saving", 1)
         with pytest.raises(KilledError):
             train(config)
     before = rollouts(config)
@@ -268,8 +268,7 @@ def test_answers_that_other_settings_or_functions_kept_are_not_taken(make_run, t
     """A run that was stopped before its first checkpoint answers and judges anew."""
     stopped = make_run(steps=1)
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "saving", (Checkpoints, "save", 1))
-        stop_at(patch, "saving")
+        stop_at(patch, "saving", 1)
         with pytest.raises(KilledError):
             train(stopped)
     before = [line["rewards"]["even"] for line in rollouts(stopped)]
@@ -543,8 +542,7 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
 def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
     config = make_run(save_every=100, steps=3)
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "training", (training, "train_step", 2))
-        stop_at(patch, "training")
+        stop_at(patch, "training", 2)
         with pytest.raises(KilledError):
             train(config)
     assert len(list((config.run.output / "rollouts").glob("*.npz"))) == 2

@@ -93,7 +93,8 @@ def layouts(groups):
     return turned, alone
 
 
-def assert_equal(groups, sinks, tile, window=None):
+def assert_equal(groups, sinks, tile, window=None) -> list[np.ndarray]:
+    """Compare each continuation's output in all layouts and in pages, and return it."""
     want = packed(groups, sinks, tile, window)
     turned, alone = layouts(groups)
     for other, backwards in ((packed(turned, sinks, tile, window), True), (packed(alone, sinks, tile, window), False)):
@@ -101,15 +102,16 @@ def assert_equal(groups, sinks, tile, window=None):
             np.testing.assert_array_equal(own, again)
     for own, paged in zip(want, in_pages(groups, sinks, window), strict=True):
         np.testing.assert_array_equal(own, paged)
+    return want
 
 
 @pytest.mark.parametrize(
     ("group", "has_sinks", "dtype", "head_dim", "window"),
     [
-        (4, True, np.float32, H, None),
+        repeat(4, True, np.float32, H, None),
         (1, False, jnp.bfloat16, H, None),
         (2, True, np.float32, 32, 24),
-        (1, False, np.float32, 128, 40),
+        repeat(1, False, np.float32, 128, 40),
         repeat(2, False, np.float32, 128, None),
     ],
 )
@@ -120,7 +122,7 @@ def test_reference_gives_a_query_the_same_bits_in_any_row_and_in_pages(group, ha
     assert_equal(groups, sinks, key_tile(head_dim), window)
 
 
-@pytest.mark.parametrize(("head_dim", "window"), [(16, None), (64, None), (16, 30)])
+@pytest.mark.parametrize(("head_dim", "window"), [repeat(16, None), (64, None), (16, 30)])
 def test_tiles_attend_as_the_reference_does(head_dim, window):
     groups = texts(FORKS, 2, head_dim=head_dim)
     sinks, tile = jnp.asarray([1.0, -2.0, 0.5, 3.0]), key_tile(head_dim)
@@ -167,8 +169,7 @@ def test_interpreted_kernels_give_a_query_the_same_bits_in_any_row_and_in_pages(
     rows = interpreted_backend(tiles=tiles, compute_capability=80, aligned=True)
     pages = interpreted(TritonTiledPages)(tiles=tiles.forward, compute_capability=80)
     with ATTENTION.using(rows), PAGED_ATTENTION.using(pages):
-        assert_equal(groups, sinks, key_tile(H), window)
-        kernels = packed(groups, sinks, key_tile(H), window)
+        kernels = assert_equal(groups, sinks, key_tile(H), window)
     for own, reference in zip(kernels, packed(groups, sinks, key_tile(H), window), strict=True):
         np.testing.assert_allclose(own, reference, rtol=1e-5, atol=1e-5)
 

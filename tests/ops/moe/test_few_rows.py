@@ -125,7 +125,7 @@ def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
         repeat((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}, (4, 4)),
     ],
 )
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [repeat(False), True])
 def test_interpreted_kernels_add_adapters(sizes, options, ranks, several, kernels):
     (M, E, _, D, F), (arrays, options) = sizes, case(*sizes, **options)
     chosen = jnp.asarray(np.random.default_rng(4).random((M, max(ranks))) < 0.5) if several and all(ranks) else None
@@ -334,9 +334,9 @@ def test_obstacles_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("stored", "rank"),
     [
-        ("mxfp4", 0),
+        repeat("mxfp4", 0),
         ("mxfp4", 16),
-        ("gpt-oss", 0),
+        repeat("gpt-oss", 0),
         ("gpt-oss", 16),
         ("nf4", 0),
         repeat("nf4", 64),

@@ -96,7 +96,8 @@ def random_case(activation, transpose):
 
 
 @pytest.mark.parametrize(
-    ("activation", "transpose"), [("swiglu", True), repeat("geglu", True), ("gpt_oss", False), ("relu2", True)]
+    ("activation", "transpose"),
+    [("swiglu", True), repeat("geglu", True), repeat("gpt_oss", False), repeat("relu2", True)],
 )
 def test_reference_matches_every_expert(activation, transpose):
     arguments, expected = random_case(activation, transpose)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.ops.moe import GROUPED_MATMUL, ExpertAdapter, ExpertLora, moe_mlp, route
 from jaxglue.ops.moe.tiles import grouped_tiles
@@ -35,8 +36,10 @@ def adapters():
     )
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("backend", ["reference", "kernels"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("reference", "nvfp4"), ("kernels", "mxfp4"), repeat("reference", "mxfp4"), repeat("kernels", "nvfp4")],
+)
 def test_experts_multiply_by_merges_and_gradients_pass_the_rounding(kind, backend, interpreted_kernels):
     gate_up, down = stack(kind, 5, 2 * F, D), stack(kind, 6, D, F)
     x, dy, logits = normal(7, M, D), normal(8, M, D), normal(9, M, E)

@@ -167,7 +167,7 @@ def mostly_close(got, want):
         repeat(4, None, False, None, True, jnp.float32),
         (5, 20, True, 3.0, True, jnp.float32),
         repeat(1, None, True, None, False, jnp.float32),
-        (4, 20, True, None, True, FP8),
+        repeat(4, 20, True, None, True, FP8),
     ],
 )
 def test_a_token_attended_as_it_is_written_equals_two_passes(

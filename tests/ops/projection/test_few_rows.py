@@ -199,7 +199,7 @@ class Sharing(NamedTuple):
     inference: bool = True
 
 
-@pytest.mark.parametrize("quantize", [repeat(lambda matrix: matrix), quantize_int8, quantize_fp8])
+@pytest.mark.parametrize("quantize", [repeat(lambda matrix: matrix), repeat(quantize_int8), quantize_fp8])
 def test_tokens_use_their_own_ranks_of_adapters(quantize):
     M, D, F = 5, 64, 32
     ranks = jnp.asarray(np.arange(6) // 2 == np.array([[0], [2], [1], [1], [7]]))  # the last one uses none
@@ -219,7 +219,7 @@ def test_tokens_use_their_own_ranks_of_adapters(quantize):
         assert difference < (0.1 if quantize is quantize_fp8 else 1e-5)  # other values are rounded to e4m3 together
 
 
-@pytest.mark.parametrize("quantize", [lambda matrix: matrix, repeat(quantize_int8), quantize_fp8])
+@pytest.mark.parametrize("quantize", [repeat(lambda matrix: matrix), repeat(quantize_int8), quantize_fp8])
 def test_interpreted_kernels_use_own_ranks_of_each_row(quantize, kernels):
     """Alone, with its own ranks, each row has the same result to the bit."""
     M, D, F = 5, 64, 32

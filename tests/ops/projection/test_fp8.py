@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeats
+from selection import repeat, repeats
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops.projection.fp8 import check_fp8, project_fp8
@@ -37,8 +37,8 @@ def cosine(a, b):
     return a @ b / np.sqrt((a @ a) * (b @ b))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("layer", repeats(SIZES, "down"))
+@pytest.mark.parametrize("dtype", [jnp.float32, repeat(jnp.bfloat16)])
+@pytest.mark.parametrize("layer", repeats(SIZES, "down", "feed-forward"))
 def test_products_and_gradients_are_close_to_float32(layer, dtype):
     x, matrices, dys = make_inputs(*SIZES[layer], dtype)
     got = outputs_and_gradient(x, [quantize_fp8(matrix) for matrix in matrices], dys)

@@ -19,9 +19,10 @@ from jaxglue.ops.quant.stack import Stack
 
 OUT, IN, RANK = 96, 512, 5
 STORED = ["nvfp4 stored", "nf4 stored", "mxfp4 stored"]
-CASES = [("nvfp4", False), ("nf4", False), ("q4_k_m", False), ("q4_k_m", True), *((kind, False) for kind in STORED)]
+CASES = [("nvfp4", False), ("nf4", False), ("q4_k_m", False), ("q4_k_m", True)]
+CASES += [("nvfp4 stored", False), *(repeat(kind, False) for kind in STORED[1:])]
 
-MOVED = [case if case in (("nvfp4", False), ("q4_k_m", True)) else repeat(*case) for case in CASES]
+MOVED = [("nf4", False), ("q4_k_m", True), *(repeat(kind, False) for kind in ("nvfp4", "q4_k_m", *STORED))]
 """Formats of floating-point and of whole numbers."""
 
 
@@ -114,8 +115,9 @@ def test_matrices_that_get_more_bits_are_those_of_llama_cpp():
     assert not is_sensitive("model.layers.0.self_attn.q_proj.weight", 16)
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "q4_k_m"])
-@pytest.mark.parametrize("onto_stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "onto_stream"), [("nvfp4", True), ("q4_k_m", False), repeat("nvfp4", False), repeat("q4_k_m", True)]
+)
 def test_gradients_pass_the_rounding(kind, onto_stream):
     x, stream, dy = normal(3, 2, 7, IN), normal(4, 2, 7, OUT), normal(5, 2, 7, OUT)
     count, bias = 1 if onto_stream else 2, normal(6, OUT)
@@ -199,7 +201,7 @@ def test_interpreted_kernel_merges_each_experts_adapter_and_gains(kind, interpre
         assert_alike(kernels.merge(rows, A, up, jnp.float32, gain), scaled, rows, 1e-4)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [repeat(False), True])
 def test_the_magnitudes_of_served_weights_train(dora):
     weight, x, dy, (A, B) = held("nvfp4"), normal(3, 6, IN), normal(5, 6, OUT), factors()
     magnitude = row_norms(weight) * 1.1

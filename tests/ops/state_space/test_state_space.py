@@ -1,5 +1,7 @@
 """Mamba-2 by chunks and kernels against the scan in float32, and a document against its neighbors."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,11 +109,12 @@ def test_states_behind_packed_documents_are_those_of_steps(rule):
         out, states = jax.jit(lambda *values: state_space_and_states(*values, segments, HEADS))(*values)
     expected, last = jnp.zeros((len(lengths), 4, 32, 16)), np.cumsum(lengths)
     xbc, step, g, skip = values
+    advance = jax.jit(partial(advance_states, heads=HEADS))
     for document, (start, end) in enumerate(zip(last - lengths, last, strict=True)):
         for t in range(start, end):
             slot, begun = jnp.array([document]), jnp.array([t > start])
             token = (x[0, t : t + 1] for x in (xbc, step, g))
-            y, expected = advance_states(expected, slot, begun, *token, skip, HEADS)
+            y, expected = advance(expected, slot, begun, *token, skip)
             np.testing.assert_allclose(out[0, t], y[0], atol=2e-5)
     np.testing.assert_allclose(states[0, : len(lengths)], expected, atol=1e-5)
 
@@ -162,12 +165,13 @@ def test_steps_continue_a_document():
     recurrence, T = mamba2(weights(), HEADS, (0.0, float("inf"))), 12
     xbc = jax.random.normal(jax.random.key(0), (1, T, HEADS.width))
     dt = jax.random.normal(jax.random.key(1), (1, T, HEADS.values))
-    expected = recur(recurrence, pack_segments([[T]], seq_len=T), xbc, dt)
+    whole, last, step = (jax.jit(part) for part in (partial(recur, recurrence), recurrence.last, recurrence.step))
+    expected = whole(pack_segments([[T]], seq_len=T), xbc, dt)
     for length in (1, 2, 3, 7):
         first = pack_segments([[length]], seq_len=T)
-        states = jax.tree.map(lambda x: x[0, :1], recurrence.last(first, xbc, dt))
+        states = jax.tree.map(lambda x: x[0, :1], last(first, xbc, dt))
         for t in range(length, T):
-            out, states = recurrence.step(states, xbc[:, t], dt[:, t])
+            out, states = step(states, xbc[:, t], dt[:, t])
             np.testing.assert_allclose(out, expected[:, t], rtol=1e-5, atol=2e-5)
 
 
