@@ -164,12 +164,12 @@ class Benchmark:
         self.state.frozen["norm"] = jax.tree.map(lambda x: x * self.args.norm, self.state.frozen["norm"])
 
     def sample(
-        self, longest: int | None = None, *, part: int = 1, devices: int | None = None, drafts: bool = False
+        self, *, shorter: int = 1, part: int = 1, devices: int | None = None, drafts: bool = False
     ) -> list[Group]:
-        """Return answers of the forced lengths, or of a shorter one.
+        """Return answers of the forced lengths, or of shorter ones.
 
         Args:
-            longest: tokens of an answer at most.
+            shorter: what their lengths are divided by.
             part: one of how many parts of the prompts to answer.
             devices: GPUs to use; by default all that hold the weights.
             drafts: by the engine that drafts.
@@ -179,7 +179,7 @@ class Benchmark:
         count = self.args.answers
         everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self.prompts)]
         requests = everyone[: len(everyone) // part]
-        ends = np.minimum(self._lengths, longest or self.args.longest)
+        ends = np.maximum(self._lengths // shorter, 1)
         copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
         if engine is self.drafting:
             copies = [self._head.beside(trees) for trees in copies]
@@ -219,10 +219,13 @@ class Benchmark:
             )
             groups[number].answers[done.answer] = answer  # type: ignore[index]
 
-    def compile_sampling(self, longest: int | None = 17, *, drafts: bool = False) -> None:
-        """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile."""
+    def compile_sampling(self, *, shorter: int = 16, drafts: bool = False) -> None:
+        """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile.
+
+        Answers are uneven, so that the rows of prompts are compiled, too, which begin when some have ended.
+        """
         with patch.object(WindowSizes, "give_up", lambda sizes: None):  # as answers' end does of those not begun
-            self.sample(longest, drafts=drafts)
+            self.sample(shorter=shorter, drafts=drafts)
 
     def given(self, *, forced: bool = False) -> list[Group]:
         """Return answers of random tokens, all of the greatest length or of the forced ones."""
@@ -476,7 +479,7 @@ def time_drafts(args: argparse.Namespace, bench: Benchmark, results: dict[str, A
     """Time sampling with drafts; what its windows take beside is known from the sampling before."""
     assert bench.drafting is not None
     # to the answers' ends: `auto` chooses by those that are left
-    timed(results, "compile sampling with drafts", partial(bench.compile_sampling, None, drafts=True))
+    timed(results, "compile sampling with drafts", partial(bench.compile_sampling, shorter=1, drafts=True))
     begun = replace(bench.drafting.drafts)
     timed(results, "sampling with drafts", partial(bench.sample, drafts=True))
     made = bench.drafting.drafts.made - begun.made

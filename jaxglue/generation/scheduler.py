@@ -23,6 +23,9 @@ LONGEST_SUFFIX = 512
 
 For short texts it is half of them: a prompt's tokens cost less in longer rows.
 """
+_GATHERED = 16
+"""Part of the slots that is free before some of many waiting answers begin: others wait for the pass of their prompts,
+which takes long however few these are."""
 _LONG = 32
 """Behind very long texts a suffix of this part of them is read so, too."""
 Finish = Literal["stop", "length", "until"]
@@ -254,7 +257,7 @@ class Scheduler:
         self._held, self._saves = dict[Sequence, Held](), list[tuple[PageCopy, list[int]]]()
         self._waiting, self._steps = deque[Sequence](), steps * rows
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
-        self._pages = max(plan.pages, 1)
+        self._pages, self._gathered = max(plan.pages, 1), max(plan.slots // _GATHERED, 1)
         self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""
@@ -293,8 +296,9 @@ class Scheduler:
         if not self._grow():
             return None
         self._promised = sum(map(self._promise, self._running))
-        while self._waiting and self._slots and self._admit(work):
-            pass
+        if not self._running or len(self._slots) >= min(len(self._waiting), self._gathered):
+            while self._waiting and self._slots and self._admit(work):
+                pass
         rests = set(resting).difference(work.fresh)  # who has just got a slot begins
         going = [sequence for sequence in self._running if not sequence.waits and sequence not in rests]
         work.fresh += [sequence for sequence in going if sequence.back and sequence not in work.fresh]
@@ -451,6 +455,8 @@ class Scheduler:
         fits = min(len(group), len(self._slots), max(spare, 0) // max(self._expected(first) - shared, 1))
         if not self._running and not work.fresh:
             fits = max(fits, 1)  # the pool holds the longest sequence
+        elif fits < min(len(group), self._gathered):
+            return False  # the prompt would pass again for its other answers
         if fits < 1 or shared_anew + fits * (all_pages - shared) > free:
             return False
         self._pool.share(there)

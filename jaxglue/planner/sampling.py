@@ -1,4 +1,4 @@
-"""Predicted time of sampling answers: prompts, and decode steps that read weights, experts and the cache."""
+"""Predicted time of sampling answers: prompts, and decode steps that read weights, experts, the cache and states."""
 
 import heapq
 from collections.abc import Sequence
@@ -38,11 +38,13 @@ class DecodeCost:
     """Layers whose experts have live adapters."""
     token_bytes: float
     """Of a token in the cache of all layers."""
+    state_bytes: float
+    """Of an answer's states in recurrent layers, which a step reads and writes."""
     layers: int
 
     @classmethod
-    def of(cls, workload: Workload, token_bytes: float) -> "DecodeCost":
-        """Return the cost of a model with its live adapters, whose tokens have so many bytes in the cache."""
+    def of(cls, workload: Workload, token_bytes: float, state_bytes: float) -> "DecodeCost":
+        """Return the cost of a model with its live adapters; bytes are those of the cache, of a token and an answer."""
         graphdefs, *trees = abstract_parts(workload)
         moe, routed = workload.config.moe, 2.0 * routed_parameters(workload.config)
         adapters = trees[0].get("layers", {}) if workload.lora else {}
@@ -60,11 +62,12 @@ class DecodeCost:
             expert_flops=routed,
             adapted=sum(any(_is_expert(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)) for a in adapters),
             token_bytes=token_bytes,
+            state_bytes=state_bytes,
             layers=workload.config.num_hidden_layers,
         )
 
     def steps(self, gpu: Gpu, live: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " steps"]:
-        """Return the seconds of steps with so many live answers, without reading the cache."""
+        """Return the seconds of steps with so many live answers, without those of the cache and of states."""
         read = self.weights / (fitted.DECODE_READ * gpu.copy)
         multiplied = self.flops * live / (fitted.DECODE_MATMUL * gpu.matmul)
         touched = 1 - (1 - self.chosen) ** live
@@ -84,7 +87,7 @@ class DecodeCost:
             slots: answers at a time.
         """
         live = _live(lengths.tolist(), slots)
-        cached = self.token_bytes * (lengths * (prompt + lengths / 2)).sum()
+        cached = self.token_bytes * (lengths * (prompt + lengths / 2)).sum() + 2 * self.state_bytes * lengths.sum()
         prompts = (self.flops + self.expert_flops) * prompt * len(lengths) / each
         return float(self.steps(gpu, live).sum() + cached / (fitted.DECODE_READ * gpu.copy) + prompts / gpu.matmul)
 

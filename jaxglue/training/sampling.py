@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from jaxglue.engine.residency import DEVICE
 from jaxglue.generation.exact import obstacle
-from jaxglue.generation.pages import CachePlan, plan_cache, token_bytes
+from jaxglue.generation.pages import CachePlan, plan_cache, state_bytes, token_bytes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.rollouts import RolloutObjective
 from jaxglue.ops.attention.tiles import key_tile
@@ -83,7 +83,11 @@ class PredictedAnswers:
         return cls(
             gpu=gpu,
             workload=workload,
-            cost=DecodeCost.of(workload, token_bytes(workload.config, workload.dtype)),
+            cost=DecodeCost.of(
+                workload,
+                token_bytes(workload.config, workload.dtype),
+                state_bytes(workload.config, workload.dtype),
+            ),
             cache=cache,
             free=free,
             prompt=prompt,

@@ -31,6 +31,20 @@ def test_a_window_begins_with_the_longest_answers():
     ]
 
 
+def test_answers_that_wait_begin_together():
+    """A pass of prompts holds up all others: some slots stay free until several answers to a prompt find one."""
+    lengths = np.random.default_rng(0).integers(100, 1000, 32 * 8)
+    requests = [Request([1] * 70, SamplingConfig(max_tokens=1000), n=8) for _ in range(32)]
+    scheduler = Scheduler(CachePlan(slots=64, pages=4096, table=32, bytes=0), STEPS)
+    scheduler.add(Sequence(i // 8, i % 8, requests[i // 8], 70 + int(length)) for i, length in enumerate(lengths))
+    passes, begun = list[int](), 0
+    while (work := scheduler.next()) is not None:
+        passes += [len(work.prompts)] if work.prompts else []
+        begun += len(work.fresh)
+        receive(scheduler, work, [[2] * 8] * len(work.answers))
+    assert begun == len(lengths) and len(passes) <= sum(passes) <= 2 * len(requests)
+
+
 @pytest.mark.parametrize("place", [None, 20, 90])
 def test_a_turn_behind_a_new_image_is_computed_whole(place):
     """Features enter rows of whole prompts alone; held pages serve turns whose images are in them."""

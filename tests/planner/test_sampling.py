@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.generation.pages import token_bytes
+from jaxglue.generation.pages import state_bytes, token_bytes
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.calibration import EXACT, EXACT_LAYER
@@ -23,7 +23,7 @@ H200 = find_gpu("H200")
 def cost_of(raw, quantize):
     config = config_from_hf(raw).quantized(quantize)
     workload = Workload(config=config, batch_size=1, seq_len=16384, lora=LoraConfig(rank=16, alpha=32))
-    return DecodeCost.of(workload, token_bytes(config, jnp.bfloat16))
+    return DecodeCost.of(workload, token_bytes(config, jnp.bfloat16), state_bytes(config, jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,17 @@ def test_few_tokens_read_the_experts_that_they_choose(monkeypatch):
     one, many = cost.steps(H200, np.array([1.0, 512.0]))
     read = replace(cost, experts=0.0).steps(H200, np.array([1.0, 512.0]))
     assert (one - read[0]) / (many - read[1]) == pytest.approx(8 / 128, rel=0.01)
+
+
+def test_steps_read_and_write_the_states_of_answers(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    from shapes import SHAPES
+
+    lengths, cost = np.array([30, 10]), cost_of(SHAPES["qwen3.5-35b-a3b"], "fp8")
+    states = 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    assert cost.state_bytes == states
+    seconds = [replace(cost, state_bytes=each).seconds(H200, lengths, 20, 1, 2) for each in (0.0, states)]
+    assert seconds[1] - seconds[0] == pytest.approx(40 * 2 * states / (0.75 * H200.copy))
 
 
 def test_answers_wait_for_slots():
