@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -58,6 +58,8 @@ class Steps:
     """Batches name the source of each token."""
     targets: int | None = None
     """Targets of rows, of which the head computes so many or a row's more; None for all tokens."""
+    features: int = 0
+    """Features of images for which rows have room at least (`RowImages.room`)."""
 
     def __len__(self) -> int:
         return len(self._first_rows) - 1
@@ -96,7 +98,7 @@ class Steps:
         )
         if batch.images is not None:
             largest = self.dataset.most_features([self.plan.row(row) for row in rows.ravel()])
-            images = replace(batch.images, largest=largest)
+            images = replace(batch.images, largest=largest, room=self.features)
             batch = replace(batch, images=self.ahead(images) if self.ahead else images)
         if self.targets is not None and batch.answers is None and batch.reads is None:
             most = most_targets(self.dataset, [self.plan.row(row) for row in rows.ravel()])
@@ -112,6 +114,11 @@ class Steps:
 def most_targets(dataset: TokenDataset, rows: Iterable[Int[np.ndarray, "documents"]]) -> int:
     """Return the targets of the row of documents that has most of them."""
     return max((int(dataset.targets[row].sum()) for row in rows), default=0)
+
+
+def most_features(dataset: TokenDataset, rows: Sequence[Int[np.ndarray, "documents"]]) -> int:
+    """Return the features of images in the row of documents that has most of them; 0 for texts."""
+    return 0 if dataset.reader is None else dataset.most_features(rows)
 
 
 def seen(step: Step, see: See) -> Step:
@@ -199,7 +206,8 @@ class BatchIterator(Iterator[Step]):
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
-        self._targets = most_targets(dataset, map(first.row, range(first.rows)))
+        rows = [first.row(row) for row in range(first.rows)]
+        self._targets, self._features = most_targets(dataset, rows), most_features(dataset, rows)
         self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
         self.see: See = RowImages.with_patches
@@ -318,6 +326,7 @@ class BatchIterator(Iterator[Step]):
             max_segments=self.max_segments,
             ahead=lambda rows: self.ahead(rows),  # which may be set after this
             targets=self._targets,
+            features=self._features,
             **self._sizes,
             **self._share,
         )
@@ -348,6 +357,7 @@ class EvalBatches:
         _check_sizes(batch_size=batch_size)
         plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
         slots = segment_bucket(max_segments or plan.max_segments)
+        features = most_features(dataset, [plan.row(row) for row in range(plan.rows)])
         self._steps = Steps(
             dataset=dataset,
             plan=plan,
@@ -358,6 +368,7 @@ class EvalBatches:
             process_index=process_index,
             process_count=process_count,
             with_sources=True,
+            features=features,
         )
         self.see: See = RowImages.with_patches
         """See `BatchIterator.see`."""

@@ -135,28 +135,29 @@ class RowImages:
     """Tokens of each row before its padding."""
     largest: int
     """Features of the row with most of them, over all processes, which decides on the size of all."""
+    room: int = 0
+    """Features for which rows have room at least where they are known: one size, as patches cost time, and they none."""
 
-    @property
-    def size(self) -> int:
+    def size(self, least: int = 0) -> int:
         """Return the features for which each row has room."""
-        return bucket(self.largest, self.index.shape[1])
+        return bucket(max(self.largest, least), self.index.shape[1])
 
     def with_patches(self) -> Images:
         """Return the images as patches, for a tower that runs in the step."""
+        size, merged = self.size(), self.processor.merge**2
         if not any(image.grid.is_clip for row in self.rows for image in row):
-            return self._images(patches=pack_patches(self.rows, self.processor, self.size * self.processor.merge**2))
+            return self._images(size, patches=pack_patches(self.rows, self.processor, size * merged))
         images, clips = ([[i for i in row if i.grid.is_clip == heard] for row in self.rows] for heard in (False, True))
         index = np.full_like(self.index, -1)
         for line, own, row in zip(index, self.index, self.rows, strict=True):
-            ends, places = {False: 0, True: self.size}, list[np.ndarray]()
+            ends, places = {False: 0, True: size}, list[np.ndarray]()
             for image, count in zip(row, self._counts(row), strict=True):
                 places.append(np.arange(count) + ends[image.grid.is_clip])
                 ends[image.grid.is_clip] += count
             line[own >= 0] = np.concatenate(places)[own[own >= 0]] if places else -1
-        seen = pack_patches(images, self.processor, self.size * self.processor.merge**2)
-        heard = pack_patches(clips, self.processor, self.size)
+        seen, heard = pack_patches(images, self.processor, size * merged), pack_patches(clips, self.processor, size)
         index_: Any = index
-        return replace(self._images(patches=seen, clips=heard), index=index_, owners=owners_of(index, 2 * self.size))
+        return replace(self._images(size, patches=seen, clips=heard), index=index_, owners=owners_of(index, 2 * size))
 
     def with_features(self, features_of: Any, width: int, dtype: Any) -> Images:
         """Return the images with their features.
@@ -166,21 +167,22 @@ class RowImages:
             width: D.
             dtype: of the features.
         """
-        values = np.zeros((len(self.rows), self.size, width), dtype)
+        size = self.size(self.room)
+        values = np.zeros((len(self.rows), size, width), dtype)
         for line, row in zip(values, self.rows, strict=True):
             start = 0
             for image in row:
                 features = features_of(image)
                 line[start : start + len(features)] = features
                 start += len(features)
-        return self._images(features=values)
+        return self._images(size, features=values)
 
-    def _images(self, **parts: Any) -> Images:
+    def _images(self, size: int, **parts: Any) -> Images:
         index: Any = self.index
         positions: Any = self.positions
         if self.processor.spans:
             parts |= image_spans(self.index, [self._counts(row) for row in self.rows], self.used)
-        return Images(index=index, owners=owners_of(self.index, self.size), positions=positions, **parts)
+        return Images(index=index, owners=owners_of(self.index, size), positions=positions, **parts)
 
     def _counts(self, row: Sequence[Image]) -> list[int]:
         return [self.processor.tokens(image.grid) for image in row]

@@ -12,7 +12,7 @@ import pytest
 
 from jaxglue.data import stream
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, DataConfig, LabelTask
-from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.messages import read_chat
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.prepare import image_rules, prepare_data, read_vision
@@ -177,6 +177,19 @@ def test_batches_bring_images_in_the_order_of_their_tokens(prepare, urls):
         ]
         assert keys == expected
     assert count_duplicates(data) == 0
+
+
+def test_known_features_of_all_rows_have_one_size(prepare, urls):
+    """A last row with few images needs no program of its own, but of a tower that runs in the step."""
+    rows = [{"messages": TEXT, "images": [urls[0]] * count} for count in (4, 4, 1)]
+    data = prepare(*rows, seq_len=96).train
+    batches = BatchIterator(data, seq_len=96, batch_size=1, epochs=1)
+    batches.see = batches.ahead = lambda images: images
+    seen = [step.micro_batches[0].images for step in batches]
+    batches.close()
+    known = [images.with_features(lambda image: np.ones((4, 2)), 2, np.float32).features.shape for images in seen]
+    assert len(seen) > 1 and len(set(known)) == 1
+    assert len({images.with_patches().owners.shape for images in seen}) == 2
 
 
 @pytest.mark.parametrize("shared", [True, False])
