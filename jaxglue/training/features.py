@@ -151,17 +151,26 @@ class ImageFeatures:
             for row in (self._rows[same[0].grid.is_clip],)
             for group in _groups(same, shards, *row)
         )
-        for group, (size, align) in groups:
-            placed = place_rows(pack_patches(group, self._processor, size, align), self._mesh)
-            values = np.asarray(jax.device_get(self._executor.image_features(self._trainable, frozen, placed)))
-            for line, row in zip(values, group, strict=True):
-                start = 0
-                for image in row:
-                    first = start // self._processor.merged(image.grid)
-                    features = np.ascontiguousarray(line[first : first + self._processor.tokens(image.grid)])
-                    start += aligned(image.grid.patches, align)
-                    self._keep(image, features)
-                    yield image.cache_key, features
+        before = None
+        for group, row in groups:
+            placed = place_rows(pack_patches(group, self._processor, *row), self._mesh)
+            made = group, row.align, self._executor.image_features(self._trainable, frozen, placed)
+            if before is not None:  # the device computes the next rows while these are copied
+                yield from self._kept_of(*before)
+            before = made
+        if before is not None:
+            yield from self._kept_of(*before)
+
+    def _kept_of(self, group: list[list[Image]], align: int, made: jax.Array) -> Iterator[tuple[tuple, np.ndarray]]:
+        """Yield the features of the images of a group of rows by their keys, as the device made them, and keep them."""
+        for line, row in zip(np.asarray(jax.device_get(made)), group, strict=True):
+            start = 0
+            for image in row:
+                first = start // self._processor.merged(image.grid)
+                features = np.ascontiguousarray(line[first : first + self._processor.tokens(image.grid)])
+                start += aligned(image.grid.patches, align)
+                self._keep(image, features)
+                yield image.cache_key, features
 
     def _keep(self, image: Image, features: np.ndarray) -> None:
         self.computed += 1

@@ -136,7 +136,8 @@ class RowImages:
     largest: int
     """Features of the row with most of them, over all processes, which decides on the size of all."""
     room: int = 0
-    """Features for which rows have room at least where they are known: one size, as patches cost time, and they none."""
+    """Features for which rows have room at least where they are known: one size, as these, unlike patches, cost no
+    time."""
 
     def size(self, least: int = 0) -> int:
         """Return the features for which each row has room."""
