@@ -181,6 +181,8 @@ class BatchIterator(Iterator[Step]):
     _ahead: "grain.DatasetIterator | None"
     _following: "grain.DatasetIterator | None" = None
     """Reads the next epoch, from the last step of this one on."""
+    _coming: Step | None = None
+    """Next step of the epoch, whose images are begun with."""
 
     def __init__(
         self,
@@ -214,6 +216,8 @@ class BatchIterator(Iterator[Step]):
         """Applied to the images of a step when it is taken, which `ahead` left as they were."""
         self.ahead: Ahead = RowImages.with_patches
         """Applied to the images of steps while they are read ahead."""
+        self.begin: Callable[[RowImages], None] | None = None
+        """Called with the images of the step behind the one that is taken, which `ahead` left as they were."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
@@ -234,9 +238,22 @@ class BatchIterator(Iterator[Step]):
         return self
 
     def __next__(self) -> Step:
+        step = seen(self._take(), self.see)
+        if self.begin is not None and self._taken < len(self._epoch_steps):
+            self._coming = self._take()
+            for batch in self._coming.micro_batches:
+                if isinstance(batch.images, RowImages):
+                    self.begin(batch.images)
+        return step
+
+    def _take(self) -> Step:
+        """Return the next step as it was read ahead."""
+        if self._coming is not None:
+            step, self._coming = self._coming, None
+            return step
         while True:
             try:
-                step = seen(next(self._steps), self.see)
+                step = next(self._steps)
             except StopIteration:
                 if self._next_plan is None:
                     raise
@@ -258,6 +275,7 @@ class BatchIterator(Iterator[Step]):
         return self._ahead
 
     def _stop_reading(self) -> None:
+        self._coming = None
         for reading in (self._ahead, self._following):
             if reading is not None:
                 reading.close()
@@ -280,7 +298,10 @@ class BatchIterator(Iterator[Step]):
 
     def get_state(self) -> BatchState:
         """Return a JSON-able state."""
-        return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
+        steps = self._steps.get_state()
+        if self._coming is not None:
+            steps = {**steps, "next_index": steps["next_index"] - 1}
+        return {"epoch": self._epoch, "steps": steps, "run": self._run()}
 
     def set_state(self, state: BatchState) -> None:
         """Continue from a state of `get_state`.

@@ -32,6 +32,8 @@ _SHARE = 0.5
 """Of the host's free memory, for features."""
 _PASSING = 2**34
 """Bytes of features of images that no later step sees again, at most."""
+_AHEAD = 2**27
+"""Bytes of features of images that come next, which wait on the devices, at most."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +71,7 @@ class ImageFeatures:
         self._rows = {clips: _row(readers, more, clips) for clips in (False, True)}
         self._kept: dict[tuple, np.ndarray] = {}
         self._passing, self._lock = dict[tuple, np.ndarray](), Lock()
+        self._begun = list[_Made]()
         vision = executor.config.vision
         assert vision is not None
         self._width, self._dtype = vision.feature_width(executor.config.hidden_size), np.dtype(executor.layout.dtype)
@@ -113,6 +116,15 @@ class ImageFeatures:
         """Return the images of rows with their features."""
         return self._laid(rows, self.of([image for row in rows.rows for image in row]))
 
+    def begin(self, rows: RowImages) -> None:
+        """Let the device compute features of rows that come next, as many as may wait there, and do not wait."""
+        with self._lock:
+            missing = {image.cache_key: image for row in rows.rows for image in row if image.cache_key not in self}
+            sizes = [self._processor.tokens(image.grid) * self._width for image in missing.values()]
+            room = _AHEAD // self._dtype.itemsize - sum(made.features.size for made in self._begun)
+            first = [*missing.values()][: int(np.searchsorted(np.cumsum(sizes), room, "right"))]
+            self._begun += self._made([image.decoded(self._processor) for image in first])
+
     def ahead(self, rows: RowImages) -> Images | RowImages:
         """Return the images of rows with their features where memory holds all of them; else as they are."""
         known = {image.cache_key: self._kept.get(image.cache_key) for row in rows.rows for image in row}
@@ -128,7 +140,8 @@ class ImageFeatures:
             return self._of({image.cache_key: image for image in images})
 
     def _of(self, by_key: dict[tuple, Image]) -> dict[tuple, np.ndarray]:
-        known = ((key, self._kept.get(key, self._passing.get(key))) for key in by_key)
+        begun, self._begun = dict(self._computed(self._begun)), []
+        known = ((key, begun.get(key, self._kept.get(key, self._passing.get(key)))) for key in by_key)
         found = {key: features for key, features in known if features is not None}
         if self.files is not None:
             read = self.files.read(by_key.keys() - found.keys())
@@ -136,39 +149,38 @@ class ImageFeatures:
                 self._remember(key, features)
             found |= read
         missing = [image.decoded(self._processor) for key, image in by_key.items() if key not in found]
-        found |= self._compute(missing)
+        found |= self._computed(self._made(missing))
         return {key: found[key] for key in by_key}
 
-    def _compute(self, images: list[Image]) -> Iterator[tuple[tuple, np.ndarray]]:
-        """Yield the features of images by their keys, and keep as many as there is room for."""
+    def _made(self, images: list[Image]) -> Iterator["_Made"]:
+        """Yield images of which the device computes the features."""
         if not images:
             return
         frozen = self._frozen | {"vision": to_device(self._frozen["vision"])}
         shards = 1 if self._mesh is None else self._executor.layout.batch_shards
-        groups = (
-            (group, row)
-            for same in _of_widths(images)  # in one row with a video's frames, an image's features round otherwise
-            for row in (self._rows[same[0].grid.is_clip],)
-            for group in _groups(same, shards, *row)
-        )
-        before = None
-        for group, row in groups:
-            placed = place_rows(pack_patches(group, self._processor, *row), self._mesh)
-            made = group, row.align, self._executor.image_features(self._trainable, frozen, placed)
-            if before is not None:  # the device computes the next rows while these are copied
-                yield from self._kept_of(*before)
-            before = made
-        if before is not None:
-            yield from self._kept_of(*before)
+        for same in _of_widths(images):  # in one row with a video's frames, an image's features round otherwise
+            layout = self._rows[same[0].grid.is_clip]
+            for group in _groups(same, shards, *layout):
+                placed = place_rows(pack_patches(group, self._processor, *layout), self._mesh)
+                yield _Made(group, layout.align, self._executor.image_features(self._trainable, frozen, placed))
 
-    def _kept_of(self, group: list[list[Image]], align: int, made: jax.Array) -> Iterator[tuple[tuple, np.ndarray]]:
-        """Yield the features of the images of a group of rows by their keys, as the device made them, and keep them."""
-        for line, row in zip(np.asarray(jax.device_get(made)), group, strict=True):
+    def _computed(self, made: Iterable["_Made"]) -> Iterator[tuple[tuple, np.ndarray]]:
+        """Yield the features of images by their keys, and keep as many as there is room for."""
+        before = None
+        for each in made:
+            if before is not None:  # the device computes the next rows while these are copied
+                yield from self._kept_of(before)
+            before = each
+        if before is not None:
+            yield from self._kept_of(before)
+
+    def _kept_of(self, made: "_Made") -> Iterator[tuple[tuple, np.ndarray]]:
+        for line, row in zip(np.asarray(jax.device_get(made.features)), made.rows, strict=True):
             start = 0
             for image in row:
                 first = start // self._processor.merged(image.grid)
                 features = np.ascontiguousarray(line[first : first + self._processor.tokens(image.grid)])
-                start += aligned(image.grid.patches, align)
+                start += aligned(image.grid.patches, made.align)
                 self._keep(image, features)
                 yield image.cache_key, features
 
@@ -220,6 +232,14 @@ def _features(readers: Sequence[ImageReader]) -> int:
     grids, counts = np.unique(images[:, -2:], axis=0, return_counts=True)
     tokens = readers[0].rules.processor.tokens
     return sum(tokens(Grid(*grid)) * count for grid, count in zip(grids.tolist(), counts.tolist(), strict=True))
+
+
+class _Made(NamedTuple):
+    """Rows of images whose features the device computes."""
+
+    rows: list[list[Image]]
+    align: int
+    features: Float[jax.Array, "B I D"]
 
 
 class _Row(NamedTuple):

@@ -340,7 +340,7 @@ def see_images(parts: StepParts, trainable: Params, frozen: Params) -> None:
         if batches is not None:
             batches.see = parts.features
         if isinstance(batches, BatchIterator):
-            batches.ahead = parts.features.ahead
+            batches.ahead, batches.begin = parts.features.ahead, parts.features.begin
 
 
 def _without_tower(parts: StepParts, frozen: Params) -> Params:

@@ -192,6 +192,26 @@ def test_known_features_of_all_rows_have_one_size(prepare, urls):
     assert len({images.with_patches().owners.shape for images in seen}) == 2
 
 
+def test_images_of_the_next_step_are_begun_with(prepare, urls):
+    data = prepare(*({"messages": TEXT, "images": [url]} for url in urls), seq_len=64).train
+    plain, looking = (BatchIterator(data, seq_len=64, batch_size=1, epochs=2) for _ in range(2))
+    begun = list[RowImages]()
+    for batches in plain, looking:
+        batches.ahead = batches.see = lambda images: images
+    looking.begin = begun.append
+    keys = lambda images: [image.key for row in images.rows for image in row]  # noqa: E731
+    found = []
+    for expected, step in zip(plain, looking, strict=True):
+        assert plain.get_state() == looking.get_state() and plain.epoch == looking.epoch
+        np.testing.assert_array_equal(expected.micro_batches[0].tokens, step.micro_batches[0].tokens)
+        found.append(keys(step.micro_batches[0].images))
+        looking.set_state(looking.get_state())
+    firsts = found[1:3] + found[4:]
+    assert len(found) == 6 and [keys(images) for images in begun] == firsts
+    for batches in plain, looking:
+        batches.close()
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_answers_are_where_they_are_in_documents_of_their_own(prepare, urls, shared):
     content = [{"type": "text", "text": "b"}, {"type": "image"}, {"type": "text", "text": QUESTION}]

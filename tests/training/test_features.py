@@ -69,6 +69,18 @@ def test_known_features_are_laid_ahead_with_the_same_bits(seen):
     assert isinstance(features.ahead(rows_of(seen, 1, 2)), RowImages)
 
 
+def test_features_that_are_begun_with_have_the_same_bits(seen, monkeypatch):
+    made = features_of(seen)[0](rows_of(seen, 1, 3))
+    features, _ = features_of(seen)
+    features.begin(rows_of(seen, 1, 3))
+    assert features.computed == 0 and features._begun
+    jax.tree.map(np.testing.assert_array_equal, features(rows_of(seen, 1, 3)), made)
+    features.begin(rows_of(seen, 3))  # known
+    monkeypatch.setattr("jaxglue.training.features._AHEAD", 0)
+    features.begin(rows_of(seen, 2))  # too many
+    assert features.computed == 2 and not features._begun
+
+
 def test_a_tower_in_host_memory_makes_the_same_bits_and_comes_back(seen):
     frozen, rows = seen[2][1], rows_of(seen, 0, 1)
     features, expected = features_of(seen)[0], features_of(seen)[0](rows).features
