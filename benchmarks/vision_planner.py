@@ -4,9 +4,9 @@
     python benchmarks/vision_planner.py --plans plans.json --json results.json
 
 The first form needs no GPU: it reads data and models as training does, and chooses a plan for each setting. The second
-runs these plans, each in a process of its own that may use the setting's memory; two load and compile side by side, and
-one is stopped while the other is timed. A step's time is the median of those after the first epoch, in which a frozen
-tower runs.
+runs these plans, each in a process of its own that may use the setting's memory; three load and compile side by side,
+and the others are stopped while one is timed. A step's time is the median of those after the first epoch, in which a
+frozen tower runs.
 """
 
 import argparse
@@ -62,8 +62,8 @@ PINNED_GIB = 40
 _ROWS = 4
 """Rows in an epoch, about."""
 _EPOCHS = 4
-_SHARE = 0.42
-"""Share of the GPU's memory that each of two runs may use."""
+_RUNS, _SHARE = 3, 0.28
+"""Runs side by side, and the share of the GPU's memory that each may use."""
 _PATIENCE = 120
 """Seconds that a run waits for another one to be timed."""
 _TOKENS = {_GEMMA3: 545, _GEMMA4: 548}
@@ -194,6 +194,7 @@ def measured(row: dict[str, Any], clock: Clock) -> dict[str, Any]:
             plan = {"remat": row["run"], "weights": row["weights"], "embeddings": row["embeddings"]}
             plan |= {"layers_per_program": row["layers_per_program"], "attention": row["attention"]}
             plan |= {"tile": row["tile"]} if "tile" in row else {}
+            plan |= {"compilation_cache": f"{folder}/programs"}  # of one that they share, runs wait for each other
             summary = jaxglue.train(**settings, **plan, callbacks=[clock])
             clock.end()
     except Exception as error:
@@ -209,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan-for", metavar="GPU", help="only plan")
     parser.add_argument("--plans", type=Path, help="planned settings, to measure")
+    parser.add_argument("--settings", type=int, nargs="*", help="their numbers in the file, from 0; by default all")
     parser.add_argument("--tiny", action="store_true", help="two tiny settings")
     parser.add_argument("--seconds", type=float, default=240, help="begin no setting after this time")
     parser.add_argument("--json", type=Path, required=True)
@@ -227,7 +229,7 @@ def main() -> None:
                 add(row)
         return
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(_SHARE)
-    context, free, processes = get_context("spawn"), SimpleQueue[int](), get_context("spawn").Array("i", 2)
+    context, free, processes = get_context("spawn"), SimpleQueue[int](), get_context("spawn").Array("i", _RUNS)
     turn = context.Lock()
     for place in range(len(processes)):
         free.put(place)
@@ -237,7 +239,9 @@ def main() -> None:
         return row if "refused" in row or is_late else measured_apart(row, free, turn, processes)
 
     with ThreadPoolExecutor(len(processes)) as threads:
-        for each in as_completed([threads.submit(run, row) for row in json.loads(args.plans.read_text())["results"]]):
+        rows = json.loads(args.plans.read_text())["results"]
+        chosen = rows if args.settings is None else [rows[number] for number in args.settings]
+        for each in as_completed([threads.submit(run, row) for row in chosen]):
             add(each.result())
     print(table([shown(row) for row in results]))
     for name, value in planner_grid.summary(results).items():

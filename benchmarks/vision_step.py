@@ -38,6 +38,8 @@ import jaxglue
 from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data, read_vision
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.planner.device_memory import outside_pool
+from jaxglue.planner.gpus import GIB
 from jaxglue.training.callbacks import Callback, Decision
 from jaxglue.training.record import read_metrics
 
@@ -190,7 +192,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", nargs="*", choices=("pictures", "short", "texts"), default=["pictures", "texts"])
     parser.add_argument("--memory-limit", type=float, help="GiB")
-    parser.add_argument("--in-peer-memory", action="store_true", help="limit ours to the peak of the peer's fastest")
+    parser.add_argument("--in-peer-memory", action="store_true", help="let ours allocate the peer's peak")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of training, as train_vision=all")
     parser.add_argument("--peer", type=Path, help="Python of an environment with a peer's packages")
     parser.add_argument("--peer-path", type=Path, help="folder of its packages, in the place of PYTHONPATH")
@@ -228,7 +230,7 @@ def measured(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
             lengths = read_documents(model, files["pictures"], args, folder).lengths.tolist()
             files["texts"] = as_texts(folder / "texts.jsonl", lengths)
         if args.in_peer_memory and rows in peaks:
-            settings["memory_limit"] = peaks[rows][1]
+            settings["memory_limit"] = peaks[rows][1] + outside_pool() / GIB  # which a process takes beside, theirs too
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # JAX sizes its pool of pinned memory once
             found = pool.submit(measure, folder, model, files[rows], args, **settings).result()
         yield {"rows": rows, "memory_limit": settings.get("memory_limit"), "set": args.set, **found}
