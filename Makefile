@@ -25,7 +25,7 @@ train: .venv/installed
 PYTEST := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 --dist=worksteal
 
 test: .venv/dev
-	$(PYTEST) -m "not gpu and not slow" --kills 2
+	$(PYTEST) -m "not gpu and not slow" --kills 1
 
 test-all: .venv/dev
 	$(PYTEST) -m "not gpu"

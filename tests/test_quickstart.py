@@ -64,20 +64,24 @@ def test_sample_prompts_are_not_trained_on(folder, recipe):
     assert not asked & set(recipe.run.sample_prompt)
 
 
+def run_recipe(name, steps, output):
+    """Train by a recipe of rewards; few answers show that one step runs."""
+    config = load_config(TrainConfig, find_recipe(name))
+    few = {"generation_batch_size": 32} if steps == 1 else {}
+    config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, **few))
+    return train(dataclasses.replace(config, run=dataclasses.replace(config.run, output=output, steps=steps)))
+
+
 @pytest.mark.parametrize(("steps", "reached"), [(1, -1.0), repeat(100, 0.7)])
 def test_a_random_model_learns_from_a_reward_alone(tmp_path, steps, reached):
-    recipe = load_config(TrainConfig, find_recipe("quickstart-grpo"))
-    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=steps))
-    rewards = [line["reward"] for line in read_metrics(train(config).metrics)]
+    rewards = [line["reward"] for line in read_metrics(run_recipe("quickstart-grpo", steps, tmp_path / "run").metrics)]
     assert len(rewards) == steps and np.mean(rewards[:3]) < 0.1
     assert np.mean(rewards[-5:]) > reached
 
 
 @pytest.mark.parametrize(("steps", "reached"), [(1, -1.0), repeat(100, 1.0)])
 def test_a_random_model_learns_to_use_tools_from_rewards_alone(tmp_path, steps, reached):
-    recipe = load_config(TrainConfig, find_recipe("quickstart-agent"))
-    config = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, output=tmp_path / "run", steps=steps))
-    lines = read_metrics(train(config).metrics)
+    lines = read_metrics(run_recipe("quickstart-agent", steps, tmp_path / "run").metrics)
     assert len(lines) == steps and lines[0]["reward"] < 0.2
     assert np.mean([line["reward"] for line in lines[-5:]]) > reached
     assert steps == 1 or lines[-1]["episodes/turns"] > 1.9

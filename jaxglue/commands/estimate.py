@@ -52,6 +52,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     model = read_architecture(config, folder)
     if config.images is not None and config.image_size is None:
         raise ValueError("--images needs the pixels of one: add --image-size, such as --image-size 1024x768")
+    if config.image_size is not None:
+        _pixels(config.image_size)  # before a plan is made
     if config.image_size is not None and model.vision is None:
         raw = read_config(folder)
         model = with_vision(model, raw, **normalization(folder, raw))

@@ -29,10 +29,18 @@ def _print_answers(config: GenerateConfig) -> None:
     several = config.prompt_file is not None or len(config.prompt) > 1
     for row, answer in answer_rows(config, _say):
         if several:
-            echo(f"> {prompt_of(row)}")
+            echo(f"> {_shown(prompt_of(row))}")
         for piece in answer:
             echo(piece, end="")
         echo()
+
+
+def _shown(content: Any) -> Any:
+    """Return a content as a line shows it: its texts, and the kinds of its other parts without their bytes."""
+    if not isinstance(content, list):
+        return content
+    parts = (part if isinstance(part, dict) else {"text": part} for part in content)
+    return "".join(str(part["text"]) if part.get("text") else f"[{part.get('type')}]" for part in parts)
 
 
 def _write_lines(config: GenerateConfig, file: IO[str]) -> None:

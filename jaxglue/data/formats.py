@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.messages import WEIGHTS, Chat, Clip, content_texts, listed, read_chat, read_flag
+from jaxglue.data.messages import WEIGHTS, Chat, Clip, Video, content_texts, listed, read_chat, read_flag
 from jaxglue.files.json_file import parse_json
 
 if TYPE_CHECKING:
@@ -44,12 +44,10 @@ IMAGE_COLUMNS = ("images", "image")
 """Keys of a row's images."""
 AUDIO_COLUMNS = ("audios", "audio")
 """Keys of a row's clips of audio."""
-MEDIA_COLUMNS = (*IMAGE_COLUMNS, *AUDIO_COLUMNS)
+VIDEO_COLUMNS = ("videos", "video")
+"""Keys of a row's videos: a list of them, and a single one."""
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, *AUDIO_COLUMNS, *VIDEO_COLUMNS)
 """Keys of what models that see, and hear, read beside a row's texts."""
-UNSEEN = ("videos", "video")
-"""Keys of a row's videos, which no model here takes."""
-_MEDIA = (*MEDIA_COLUMNS, *UNSEEN)
-"""Keys of what the chats and answers of other programs' rows speak of."""
 
 
 class Segments(NamedTuple):
@@ -134,7 +132,6 @@ def read_row(row: Mapping[str, Any], format: str, images: "ImageRules | None" = 
         if format != "text":
             refuse_media(row)
         return with_system(_read_content(row, format), row)
-    refuse_media(row, UNSEEN)
     media = row_media(row)
     chat_format = "alpaca_chat" if format == "alpaca" and media else format
     return with_system(images.attach(_read_content(row, chat_format, sees=True), media), row)
@@ -151,9 +148,9 @@ def _segments(value: Any) -> Segments:
     return Segments([each["text"] for each in value], [read_flag(each["label"], "label") for each in value])
 
 
-def refuse_media(row: Mapping[str, Any], kinds: Sequence[str] = _MEDIA) -> None:
+def refuse_media(row: Mapping[str, Any]) -> None:
     """Raise ValueError for a row with images, videos or sounds."""
-    if medium := next((key for key in kinds if row.get(key) not in _EMPTY), None):
+    if medium := next((key for key in MEDIA_COLUMNS if row.get(key) not in _EMPTY), None):
         raise ValueError(f"{medium!r} is not read, as only text is: leave out such rows, or the key")
 
 
@@ -163,8 +160,10 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
 
 
 def row_media(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images in the columns of a row, then its clips of audio, as `Clip`."""
-    return [*row_images(row), *map(Clip, _listed(row, AUDIO_COLUMNS))]
+    """Return the images in the columns of a row, then its clips of audio, as `Clip`, and its videos, as `Video`."""
+    several, one = VIDEO_COLUMNS
+    videos = _listed(row, (several,)) or ([row[one]] if row.get(one) not in _EMPTY else [])  # one is a list of frames
+    return [*row_images(row), *map(Clip, _listed(row, AUDIO_COLUMNS)), *map(Video, videos)]
 
 
 def _listed(row: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:
@@ -278,7 +277,8 @@ def read_answers(row: Mapping[str, Any], format: str, images: "ImageRules | None
     row = _with_label(row)
     if missing := [key for key in ANSWER_KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    refuse_media(row, _MEDIA if images is None else UNSEEN)
+    if images is None:
+        refuse_media(row)
     sees = images is not None
     answers = _pair(row, sees=sees) if format == PAIRS else _labeled_answer(row, sees=sees)
     if images is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
-from jaxglue.data.messages import Chat, Clip, content_texts
+from jaxglue.data.messages import Chat, Clip, Video, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
 from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, image_source
 from jaxglue.vision.processor import Grid, Processor
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 IMAGE_TAG = "<image>"
 """Place of an image in texts of LLaMA-Factory's, ShareGPT's and ms-swift's rows."""
-TAGS = {"image": IMAGE_TAG, "audio": "<audio>"}
-"""Tags of images and clips of audio in texts, by the types of parts."""
-_NOUNS = {"image": "images", "audio": "clips"}
+TAGS = {"image": IMAGE_TAG, "audio": "<audio>", "video": "<video>"}
+"""Tags of images, clips of audio and videos in texts, by the types of parts."""
+_NOUNS = {"image": "images", "audio": "clips", "video": "videos"}
 _DECODERS = 4
 """Images decoded at a time."""
 
@@ -71,10 +71,10 @@ class ImageRules:
         return np.isin(tokens, self.features)
 
     def attach(self, content: Any, media: Sequence[Any]) -> Any:
-        """Return a row's content with the images and clips of its columns, clips as `Clip`, in their places.
+        """Return a row's content with the images, clips and videos of its columns in their places (see `row_media`).
 
-        Parts of messages that name none take them in order, then tags `<image>` and `<audio>`; without either, all come
-        before the first user's text.
+        Parts of messages that name none take them in order, then tags `<image>`, `<audio>` and `<video>`; without
+        either, all come before the first user's text.
 
         Raises:
             ValueError: other numbers of images than places, images beside a text that is no chat, or none that are.
@@ -106,7 +106,10 @@ class ImageRules:
         """Return an image or a clip where a row holds it; videos stay as they are."""
         if kind == "audio":
             return image_source(value.value if isinstance(value, Clip) else value, self.folder, "clip")
-        return value if kind == "video" else image_source(value, self.folder)
+        if kind != "video":
+            return image_source(value, self.folder)
+        value = value.value if isinstance(value, Video) else value
+        return value if isinstance(value, Mapping) and not value.keys() & {"bytes", "path"} else {"video": value}
 
     def _with_frames(self, chat: Chat) -> Chat:
         """Return a chat with the times and frames of its videos, as processors of its family write them."""
@@ -237,12 +240,12 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of the part of a message that stands for an image or a clip."""
-    return "audio" if isinstance(value, Clip) else "image"
+    """Return the type of the part of a message that stands for an image, a clip or a video."""
+    return "audio" if isinstance(value, Clip) else "video" if isinstance(value, Video) else "image"
 
 
 def _at_tags(chat: Chat, media: Mapping[str, Sequence[Any]]) -> Chat:
-    """Return a chat of texts with places of images and clips at tags, or without tags before the first user's text."""
+    """Return a chat of texts with places of images and such at tags, or without tags before the first user's text."""
     texts = [text for message in chat.messages for text in content_texts(message["content"])]
     counts = {kind: sum(text.count(tag) for text in texts) for kind, tag in TAGS.items() if media[kind]}
     messages, places = list(chat.messages), sum(map(len, media.values()))

@@ -3,9 +3,11 @@
 A run reads that file as any other: checks, token cache, `--resume` and the recorded recipe are the same.
 """
 
+import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.config import DataConfig
+from jaxglue.data.formats import MEDIA_COLUMNS
 from jaxglue.data.readers import arrow_values
 from jaxglue.files.atomic import temporary_beside
 from jaxglue.files.json_file import without_nulls
+from jaxglue.vision.images import png_of
 
 _ROWS_AT_ONCE = 64
 """Rows of a table that become Python objects together."""
+_WRITTEN = re.compile(r"rows-[0-9a-f]{32}\.jsonl")
 _NAMED = 120
 """Characters of a value that a message shows."""
 
@@ -100,6 +105,11 @@ def write_rows(data: Any, folder: Path) -> Path:
         temporary.unlink(missing_ok=True)
 
 
+def holds_memory(path: Path) -> bool:
+    """Tell whether a file was written by `write_rows`."""
+    return _WRITTEN.fullmatch(path.name) is not None
+
+
 def _mappings(data: Any) -> Iterator[Any]:
     """Yield the rows of a table or an iterable; nulls that Arrow fills in are dropped."""
     if hasattr(data, "iterrows"):  # a table of pandas, whose missing values are NaN, NaT or NA
@@ -123,19 +133,23 @@ def _line(row: Any, number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise ValueError(f"data: row {number}: expected a dictionary, got {type(row).__name__}")
     try:
-        texts = {key: value for key, value in row.items() if not _is_binary(value)}
+        texts = {key: value for key, value in row.items() if key in MEDIA_COLUMNS or not _is_binary(value)}
         return json.dumps(texts, ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"data: row {number}: {error}; rows hold texts, numbers, lists and dictionaries") from error
 
 
 def _is_binary(value: Any) -> bool:
-    """Tell whether a column holds a picture or a sound, which no format uses."""
+    """Tell whether a column holds a picture or a sound."""
     return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar or array of numpy, a mapping or a tuple-like value in JSON's types."""
+    """Return a scalar or array of numpy, a mapping, bytes or an image of Pillow in JSON's types."""
+    if isinstance(value, bytes | bytearray):
+        return {"base64": base64.b64encode(value).decode()}
+    if hasattr(value, "getexif"):
+        return {"base64": base64.b64encode(png_of(value)).decode()}
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

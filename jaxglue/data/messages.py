@@ -32,6 +32,12 @@ class Clip(NamedTuple):
     value: Any
 
 
+class Video(NamedTuple):
+    """A video as a column of a row holds it: a part of a message, or what such a part has under `video`."""
+
+    value: Any
+
+
 class Chat(NamedTuple):
     """A conversation."""
 
@@ -42,7 +48,7 @@ class Chat(NamedTuple):
     """For each message, whether the row says to train on it; None if it says nothing."""
     images: tuple[Any, ...] = ()
     """Images and clips in their order; of messages as they are read, None for those that a column of the row has, and
-    parts that are videos."""
+    parts that hold videos."""
 
     def with_system(self, text: str) -> "Chat":
         """Return the chat with a system message, unless it begins with one."""
@@ -199,7 +205,7 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
             images.append(_image_of(part))
             parts.append({"type": "image"})
         elif is_video(part):
-            images.append(part)
+            images.append(part if any(part.get(key) is not None for key in _VIDEO_KEYS) else None)
             parts.append({"type": "video"})
         elif _is_clip(part):
             images.append(_image_of(part))
@@ -211,7 +217,9 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
-_IMAGE_KEYS = ("image", "image_url", *_AUDIO_PARTS, "url", "path", "base64", "bytes", "data")
+_VIDEO_KEYS = ("video", "video_url", "fps")
+"""Keys of a part of a message that holds a video by itself."""
+_IMAGE_KEYS = ("image", "image_url", *_AUDIO_PARTS, "source", "url", "path", "base64", "bytes", "data")
 """Keys of a part of a message under which its image or clip may be."""
 
 
@@ -219,8 +227,8 @@ def _image_of(part: dict[str, Any]) -> Any:
     """Return what a part says its image or clip is, base64 as such; None where a column has it."""
     key = next((key for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None)
     value = None if key is None else part[key]
-    if key == "input_audio" and isinstance(value, dict):  # OpenAI's, whose data are base64
-        key, value = "data", value.get("data")
+    if key in ("input_audio", "source") and isinstance(value, dict):  # OpenAI's and Anthropic's, whose data are base64
+        key, value = ("url", value["url"]) if value.get("url") else ("data", value.get("data"))
     is_base64 = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
     return {"base64": value} if is_base64 else value
 

@@ -25,6 +25,7 @@ from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selecti
 from jaxglue.data.formats import CHATS
 from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.labeled import select_labeled
+from jaxglue.data.memory import holds_memory
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.notes import file_notes, label_notes, row_notes, stream_notes, template_notes, unused_notes
 from jaxglue.data.packing import PackPlan
@@ -247,9 +248,11 @@ def image_rules(processor: Processor, source: Source, tokenizer: PreTrainedToken
 
 
 def image_folder(source: Source) -> Path | None:
-    """Return the folder of relative paths in a source's rows; None where they name no files."""
-    folder = Path(source.name)
-    return None if source.name.startswith(HUB_PREFIX) else folder if folder.is_dir() else folder.parent
+    """Return the folder of relative paths in a source's rows, absolute; None where they name no files."""
+    folder = Path(source.name).absolute()
+    if source.name.startswith(HUB_PREFIX):
+        return None
+    return Path.cwd() if holds_memory(folder) else folder if folder.is_dir() else folder.parent
 
 
 def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:

@@ -43,7 +43,7 @@ from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
 from jaxglue.files.regular_file import file_digest
 
-_VERSION = 10
+_VERSION = 11
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
 RowEncoder = Encoder | UnitEncoder
@@ -305,7 +305,7 @@ def cache_key(
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
     rows += [reads] if reads else []
-    rows += [["images", images.processor.key]] if images else []
+    rows += [["images", images.processor.key, str(images.folder)]] if images else []
     return content_key(version, files, *settings, *model, *rows)
 
 

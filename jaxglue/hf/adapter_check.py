@@ -14,7 +14,7 @@ from jaxglue.hf.adapter_config import matching
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.models.lora_config import ALL_LINEAR, PATHS, is_target
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.models.wrapper import from_text_name, is_beside_text, to_text_name
+from jaxglue.models.wrapper import from_text_name, is_beside_text, to_module_name, to_text_name
 
 _SHOWN = 3
 """Names that a message lists."""
@@ -60,7 +60,8 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
     vocabulary = {path: shape for path, shape in shapes.items() if path in PATHS.values()}
     linears = {path: shape for path, shape in shapes.items() if path not in vocabulary}
     with matching(adapter.folder):
-        wanted = {path for path, shape in shapes.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
+        modules = {path: to_module_name(path, base["model_type"]) for path in shapes}
+        wanted = {path for path in shapes if _is_targeted(adapter, modules[path], experts=len(shapes[path]) == 3)}
     # Adapters of a tower that learned nothing are left out.
     if missing := sorted(path for path in wanted - set(adapter.modules) if not is_beside_text(path)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")

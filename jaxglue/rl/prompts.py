@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.files import Row
-from jaxglue.data.formats import MEDIA_COLUMNS, UNSEEN, refuse_media, row_media, with_system
+from jaxglue.data.formats import MEDIA_COLUMNS, refuse_media, row_media, with_system
 from jaxglue.data.images import ImageReader, ImageRules
 from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, listed, read_chat
@@ -232,8 +232,6 @@ class _Encoder:
         media = [] if self.rules is None else row_media(row)
         if self.rules is None:
             refuse_media(row)
-        else:
-            refuse_media(row, UNSEEN)
         unread = (key, "tools", "system", *(MEDIA_COLUMNS if media else ()))
         columns = {name: value for name, value in row.items() if name not in unread}
         if key == "prompt" and isinstance(row[key], str):

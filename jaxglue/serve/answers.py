@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxglue.data.formats import UNSEEN, refuse_media, row_media, with_system
+from jaxglue.data.formats import row_media, with_system
 from jaxglue.data.messages import Chat, read_chat
 from jaxglue.files.json_file import parse_json, read_json
 from jaxglue.files.regular_file import read_regular_text
@@ -81,7 +81,6 @@ def _encode_row(assistant: Assistant, row: Row, config: GenerateConfig) -> Promp
     if config.raw and media:
         raise ValueError("images need the chat template: leave out --raw")
     messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    refuse_media(row, UNSEEN)
     chat = with_system(read_chat(messages, row.get("tools"), "messages", sees=True), row)
     assert isinstance(chat, Chat)
     chat = chat if config.system is None else chat.with_system(config.system)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from jaxglue.data.store_files import content_key
 from jaxglue.files.atomic import atomic_file
 
-_VERSION = 1
+_VERSION = 2
 """Increment when the same tower and images yield other values."""
 _SHARE = 0.5
 """Of the disk's free space, for features."""

@@ -30,8 +30,12 @@ MAX_FRAMES = 768
 _PAIR = b"jaxglue: two frames\n"
 """Begins two frames of a video, the first one behind its length."""
 _DATA_URL = "data:"
+_LONGEST_NAME = 255
+"""Most characters that file systems take in a name."""
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
+_IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Pillow's modes that PNG files keep."""
 _KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "base64", "bytes", "data")
 """Keys under which parts of messages and rows hold an image, or a clip of audio."""
 Kind = Literal["image", "clip", "frame"]
@@ -95,8 +99,8 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
     if isinstance(value, bytes | bytearray):
         return ImageSource(data=_bounded(bytes(value), a), kind=kind)
     if isinstance(value, Mapping):
-        if isinstance(value.get("bytes"), bytes):
-            return ImageSource(data=_bounded(value["bytes"], a), kind=kind)
+        if isinstance(value.get("bytes"), bytes | Mapping):
+            return image_source(value["bytes"], folder, kind)
         if isinstance(value.get("base64"), str):
             return ImageSource(data=_decoded(value["base64"], a), kind=kind)
         named = next((value[key] for key in _KEYS if value.get(key) not in (None, "", b"")), None)
@@ -105,7 +109,8 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
             raise ValueError(f"{a} needs one of {', '.join(_KEYS)}; its keys are {keys or 'none'}")
         return image_source(named, folder, kind)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{a} must be a path, a data: URL or bytes, got {type(value).__name__}")
+        found = "an empty text" if value == "" else type(value).__name__
+        raise ValueError(f"{a} must be a path, a data: URL or bytes, got {found}")
     if value.startswith(_DATA_URL):
         head, comma, text = value.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -115,6 +120,8 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
         raise ValueError(f"{value[:80]!r}: {kind}s are not fetched from the network: download it, and name the file")
     if folder is None:
         raise ValueError(f"{value[:80]!r}: files are not read here: send a data: URL with base64")
+    if len(max(value.split("/"), key=len)) > _LONGEST_NAME:
+        raise ValueError(f"{value[:40]!r}… is no path: base64 goes under 'base64', or in a data: URL")
     return ImageSource(path=str(folder / value.removeprefix("file://")), kind=kind)
 
 
@@ -159,7 +166,7 @@ def animation_frames(data: bytes, rate: float) -> list[bytes]:
             image.seek(number)
             end += (image.info.get("duration") or 100) / 1000  # viewers show frames of none or 0 for so long
             if len(frames) / rate < end:
-                image.convert("RGB").save(stored := io.BytesIO(), "PNG")
+                _on_white(image).save(stored := io.BytesIO(), "PNG")
                 while len(frames) / rate < end - 1e-9:
                     if len(frames) == MAX_FRAMES:
                         raise ValueError(f"more than {MAX_FRAMES} frames at {rate:g} a second: give a lower 'fps'")
@@ -169,6 +176,16 @@ def animation_frames(data: bytes, rate: float) -> list[bytes]:
         return frames
     except (OSError, SyntaxError, IndexError, MemoryError) as error:
         raise ValueError(f"a damaged animation: {' '.join(str(error).split())[:200]}") from error
+
+
+def png_of(image: "Image") -> bytes:
+    """Return an image of Pillow as a PNG file, turned as its EXIF data say."""
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    image = image if image.mode in _IN_PNG else image.convert("RGB")
+    image.save(stored := io.BytesIO(), "PNG")
+    return stored.getvalue()
 
 
 def digest_of(data: bytes) -> bytes:
@@ -182,9 +199,10 @@ def _opened(data: bytes, max_pixels: int) -> "Image":
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        reason = "too many pixels" if isinstance(error, Image.DecompressionBombError) else "no image that can be read"
-        raise ValueError(f"{reason}: expected {', '.join(FORMATS)}") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"too many pixels: at most {max_pixels:,} are read: store it smaller") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"no image that can be read: expected {', '.join(FORMATS)}") from error
     width, height = image.size
     if width * height > max_pixels:
         raise ValueError(f"{width} × {height} pixels: at most {max_pixels:,} are read: store it smaller")
@@ -217,6 +235,8 @@ def _orientation(image: "Image") -> int:
 def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """Decode an image to 8-bit RGB, turned as its EXIF data say; the first frame of an animated one or a pair.
 
+    What is transparent shows white, as in transformers from 5.24 on.
+
     Raises:
         ValueError: no image, one out of bounds, or a damaged one.
     """
@@ -231,7 +251,7 @@ def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
             values = np.asarray(image)
             values = values / 256 if image.mode.startswith("I;") or values.max(initial=0) > 255 else values
             image = Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return _on_white(image)
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, MemoryError, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {' '.join(str(error).split())[:200]}") from error
 
@@ -246,3 +266,13 @@ def thumbnail(data: bytes, side: int = 96) -> str:
     image.thumbnail((side, side))
     image.save(stored := io.BytesIO(), "JPEG", quality=80)
     return f"{_DATA_URL}image/jpeg;base64,{base64.b64encode(stored.getvalue()).decode()}"
+
+
+def _on_white(image: "Image") -> "Image":
+    """Return an image in RGB, on white where it is transparent."""
+    from PIL import Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        seen = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,8 +1,9 @@
 """Processors: the size to which an image is brought, its patches, and the tokens that stand for it; those of clips."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -132,6 +133,10 @@ class Processor:
     """A patch's values are (y, x, channel), not (channel, y, x)."""
     videos: ClassVar[Literal["none", "pairs", "frames"]] = "none"
     """Frames that are read as one image: pairs, or single ones."""
+    normalizes: ClassVar[bool] = True
+    """Values of pixels are normalized before the model."""
+    sizes: ClassVar[frozenset[str]] = frozenset()
+    """Names in a file's `size`, if it has one, of which one is there; none where that is not read."""
     hears: ClassVar[bool] = False
     """Models with an `audio_config` hear clips, unless images' tokens see later ones: no such model is known."""
 
@@ -258,16 +263,58 @@ def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None 
         or not isinstance(raw.get("vision_config"), Mapping)
     ):
         return None
-    processor = PROCESSORS[model_type].of(_settings(folder, "image_processor"), raw, max_tokens)
+    processor = PROCESSORS[model_type].of(_image_settings(folder, PROCESSORS[model_type]), raw, max_tokens)
     processor = processor.for_videos(_settings(folder, "video_processor"))
     if not processor.hears or processor.spans or not isinstance(raw.get("audio_config"), Mapping):
         return processor
     return replace(processor, hearing=Hearing.of(_settings(folder, "feature_extractor"), raw["audio_config"]))
 
 
+def _image_settings(folder: Path, kind: type[Processor]) -> Mapping[str, Any]:
+    """Return the settings of a folder's image processor; raise ValueError for those of another kind."""
+    settings = _settings(folder, "image_processor")
+    steps = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": kind.normalizes}
+    for name, value in steps.items():
+        if settings.get(name, value) not in (value, None):
+            raise ValueError(
+                f"{folder}: {name} {settings[name]!r:.60} of the image processor is not supported: only {value}"
+            )
+    size = {} if settings.get("size") is None else settings["size"]
+    if kind.sizes and (not isinstance(size, Mapping) or (size and not size.keys() & kind.sizes)):
+        raise ValueError(
+            f"{folder}: the image processor's size {size!r:.80} has none of {', '.join(sorted(kind.sizes))}, by which "
+            "images of this model are resized: take preprocessor_config.json of the model itself"
+        )
+    sides = {f"size.{name}": size[name] for name in ("shortest_edge", "longest_edge") if kind.sizes and name in size}
+    for name, value in {**settings, **sides}.items():
+        is_read = _READ.get(name)
+        if value is not None and is_read is not None and not is_read(value):
+            raise ValueError(f"{folder}: {name} {value!r:.60} of the image processor cannot be used")
+    return settings
+
+
+def _is_pixels(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _are_colors(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(x, int | float) and x > least for x in value)
+
+
+_READ: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("min_pixels", "max_pixels", "size.shortest_edge", "size.longest_edge"), _is_pixels),
+    **{"image_mean": _are_colors, "image_std": partial(_are_colors, least=0)},
+    "resample": lambda value: value in range(6),
+}
+"""Tell whether values of settings can be used."""
+
+_SETTINGS_FILES = {"video_processor": ("video_preprocessor_config.json",)}
+"""Files of one kind of processor, which come before preprocessor_config.json."""
+
+
 def _settings(folder: Path, kind: str) -> Mapping[str, Any]:
     """Return the settings of a folder's processor of a kind: those beside other processors' come first."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
+    for name in ("processor_config.json", *_SETTINGS_FILES.get(kind, ()), "preprocessor_config.json"):
         if (folder / name).is_file():
             raw = read_json(folder / name)
             settings = raw.get(kind) if name == "processor_config.json" else raw
@@ -310,6 +357,7 @@ class AreaProcessor(Processor):
     max_pixels: int
     positions = True
     videos = "pairs"
+    sizes = frozenset({"longest_edge", "max_pixels"})
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -320,7 +368,8 @@ class AreaProcessor(Processor):
         size = settings.get("size") or {}
         least = settings.get("min_pixels") or size.get("shortest_edge") or 65_536
         most = settings.get("max_pixels") or size.get("longest_edge") or 16_777_216
-        tokens = min(most // area, DEFAULT_TOKENS if max_tokens is None else max_tokens)
+        limit = DEFAULT_TOKENS if max_tokens is None else max_tokens
+        tokens, most = min(most // area, limit), min(most, limit * area)
         if tokens < 4:
             raise ValueError(f"--image-max-tokens {tokens}: an image of this model takes at least 4 tokens")
         return cls(
@@ -330,20 +379,21 @@ class AreaProcessor(Processor):
             std=tuple(settings.get("image_std") or _HALF),
             resample=BICUBIC if settings.get("resample") is None else settings["resample"],
             max_tokens=tokens,
-            min_pixels=min(least, tokens * area),
-            max_pixels=tokens * area,
+            min_pixels=min(least, most),
+            max_pixels=most,
         )
 
     def grid(self, height: int, width: int) -> Grid:
         """See `Processor`."""
         f = self.patch * self.merge
         h, w = round(height / f) * f, round(width / f) * f
-        if h * w > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            h, w = (max(f, math.floor(side / shrink / f) * f) for side in (height, width))
-        elif h * w < self.min_pixels:
+        if h * w < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (height * width))
             h, w = (math.ceil(side * grow / f) * f for side in (height, width))
+        if h * w > self.max_pixels:  # or grown above a limit that is near the least
+            shrink = math.sqrt(height * width / self.max_pixels)
+            h, w = (max(f, math.floor(side / shrink / f) * f) for side in (height, width))
+            h, w = (min(side, self.max_tokens * f) for side in (h, w))  # where the other one is a single patch
         return Grid(h // self.patch, w // self.patch)
 
 
@@ -357,6 +407,7 @@ class SquareProcessor(Processor):
 
     side: int
     """Patches of the square's side."""
+    sizes = frozenset({"height"})
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -406,6 +457,7 @@ class EdgeProcessor(Processor):
 
     longest: int
     """Pixels of a side, at most."""
+    sizes = frozenset({"longest_edge"})
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -459,6 +511,7 @@ class BudgetProcessor(Processor):
     """Most tokens of a video's frame."""
     channels_last = True
     videos = "frames"
+    normalizes = False
     hears = True
 
     @classmethod

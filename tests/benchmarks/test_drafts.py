@@ -2,9 +2,12 @@
 
 import json
 
+from selection import repeats_parts_of
+
 from jaxglue.generation.programs import EnginePrograms
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 def test_rows_of_drafts_are_written(tmp_path, monkeypatch):
     import drafts
 

@@ -26,6 +26,7 @@ from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.rows import RowImages, image_positions
 
 QUESTION, ANSWER = "What is this?", "A red circle."
+CONTENT = [{"type": "text", "text": QUESTION}]
 TEXT = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
@@ -70,6 +71,15 @@ def forms(url, folder):
         "base64": {
             "messages": [
                 {"role": "user", "content": [{"type": "image", "base64": url.partition(",")[2]}, text]},
+                answer,
+            ]
+        },
+        "anthropic": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "base64", "data": url.partition(",")[2]}}, text],
+                },
                 answer,
             ]
         },
@@ -121,7 +131,8 @@ def load_tokenizer_of(data, prepare):
         ({"images": ["b.png"]}, "rows.jsonl:1: image .*b.png: No such file"),
         ({"images": ["data:image/png;base64,aGVsbG8="]}, "rows.jsonl:1: image 1: no image"),
         ({"images": ["https://example.org/a.png"]}, "not fetched from the network"),
-        ({"videos": ["a.mp4"]}, "'videos' is not read"),
+        ({"videos": ["a.mp4"]}, "1 videos in its columns, and 0 places"),
+        ({"images": ["iVBORw0KGgo" * 30]}, "is no path: base64 goes under 'base64'"),
     ],
 )
 def test_rows_that_cannot_be_seen_are_named(prepare, urls, change, message):
@@ -239,6 +250,19 @@ def test_the_cache_knows_images_and_their_sizes(prepare, urls, tmp_path):
     assert not smaller.report.cached and smaller.train.lengths[0] < first.train.lengths[0]
     (tmp_path / "a.png").write_bytes(base64.b64decode(urls[1].partition(",")[2]))
     assert document(prepare(row))[1] != document(first)[1]
+
+
+def test_equal_rows_of_another_folder_have_its_images(seeing, urls, tmp_path):
+    def digests(folder, url):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(base64.b64decode(url.partition(",")[2]))
+        (folder / "rows.jsonl").write_text(json.dumps({"messages": TEXT, "images": ["a.png"]}))
+        config = DataConfig(data=(str(folder / "rows.jsonl"),), seq_len=128, cache_dir=str(tmp_path / "cache"))
+        tokenizer = load_tokenizer(seeing)
+        prepared = prepare_data(config, tokenizer, processor=read_vision(seeing, None, tokenizer))
+        return document(prepared)[1]
+
+    assert digests(tmp_path / "one", urls[0]) != digests(tmp_path / "other", urls[1])
 
 
 @pytest.fixture
@@ -370,6 +394,20 @@ def test_videos_are_pairs_of_frames_behind_their_times(prepare, tmp_path, urls):
     assert [image.patches.shape[1] // (3 * rules.processor.patch**2) for image in images] == [1, 2, 2]
     half = images[2].patches.shape[1] // 2
     np.testing.assert_array_equal(images[2].patches[:, :half], images[2].patches[:, half:])  # the odd last frame, twice
+
+
+def test_videos_of_columns_are_those_of_parts(prepare, tmp_path, urls):
+    for number, url in enumerate(urls[:2]):
+        (tmp_path / f"{number}.png").write_bytes(base64.b64decode(url.partition(",")[2]))
+    frames = ["0.png", "1.png"]
+    part = {"type": "video", "video": frames}
+    expected = document(prepare({"messages": [{"role": "user", "content": [part, *CONTENT]}, TEXT[1]]}))
+    for row in (
+        {"messages": TEXT, "video": frames},
+        {"messages": [{"role": "user", "content": f"<video>{QUESTION}"}, TEXT[1]], "videos": [frames]},
+        {"messages": [{"role": "user", "content": [{"type": "video"}, *CONTENT]}, TEXT[1]], "videos": [part]},
+    ):
+        assert document(prepare(row)) == expected
 
 
 def test_videos_are_refused_where_the_model_reads_none(prepare, urls):

@@ -1,5 +1,6 @@
 """Rows in memory become a file that is named by their content."""
 
+import io
 import json
 from collections import UserDict
 
@@ -8,8 +9,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from PIL import Image
 
+from jaxglue.data.formats import row_images
 from jaxglue.data.memory import holds_rows, name_sources
+from jaxglue.data.messages import read_chat
+from jaxglue.vision.images import image_source, read_image
 
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "ä", "completion": "d"}]
 KINDS = {
@@ -50,16 +55,32 @@ def test_missing_values_of_tables_are_left_out(tmp_path):
         assert read(*name_sources(data, tmp_path)) == [{"text": "a", "score": 1.5, "label": True}, {"text": "b"}]
 
 
-def test_numpy_values_become_numbers_and_pictures_are_left_out(tmp_path):
+def test_numpy_values_become_numbers_and_other_bytes_are_left_out(tmp_path):
     row = {
         "text": "a",
         "n": np.int64(3),
         "x": np.float32(0.5),
         "ids": np.arange(2),
-        "image": {"bytes": b"x"},
+        "thumbnail": {"bytes": b"x"},
         "raw": b"y",
     }
     assert read(*name_sources([row], tmp_path)) == [{"text": "a", "n": 3, "x": 0.5, "ids": [0, 1]}]
+
+
+def test_images_in_memory_are_those_of_files(tmp_path):
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    stored = {"bytes": file.getvalue(), "path": None}
+    features = datasets.Features({"image": datasets.Image()})
+    parts = [{"type": "image", "image": Image.fromarray(pixels)}]
+    for data in (
+        [{"images": [stored]}, {"image": file.getvalue()}, {"messages": [{"role": "user", "content": parts}]}],
+        datasets.Dataset.from_list([{"image": stored}], features=features),
+    ):
+        for row in read(*name_sources(data, tmp_path)):
+            (value,) = row_images(row) or read_chat(row["messages"], None, "messages", sees=True).images
+            seen = read_image(image_source(value, None).read())
+            np.testing.assert_array_equal(np.asarray(seen), pixels)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +91,7 @@ def test_numpy_values_become_numbers_and_pictures_are_left_out(tmp_path):
         ({"prompt": ["a"]}, "data: expected rows, .* got dict"),
         ([ROWS[0], "b"], "data: row 2: expected a dictionary, got str"),
         ([{"text": float("nan")}], "data: row 1: .*nan.*; rows hold texts, numbers, lists and dictionaries"),
-        ([{"messages": [{"content": b"x"}]}], "data: row 1: b'x' is a bytes; rows hold"),
+        ([{"messages": [{"content": {"x"}}]}], "data: row 1: {'x'} is a set; rows hold"),
         ([{"text": "\ud800"}], "data: row 1: .*surrogates"),
     ],
 )

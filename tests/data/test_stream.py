@@ -165,7 +165,8 @@ def test_settings_that_need_all_data_are_refused(options, message):
         DataConfig(**{"data": ("a.jsonl",), **options}, streaming=True)
 
 
-def test_columns_that_are_not_used_are_named(write_jsonl, make_tokenizer, tmp_path):
+def test_columns_that_are_not_used_are_named(write_jsonl, make_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxglue.data.stream.encode_in_processes", lambda *given, workers: encode_here(*given))
     path = write_jsonl([{"text": "What is 1?", "source": "web"}])
     config = DataConfig(data=(path,), eval_data=(path,), streaming=True, stream_tokens=64, cache_dir=str(tmp_path))
     notes = prepare_data(config, make_tokenizer("plain")).report.notes

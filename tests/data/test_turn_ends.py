@@ -9,6 +9,7 @@ from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.template import trained_stops
+from jaxglue.data.tokenize import encode_here
 
 TWO_TURNS = [
     {"role": "user", "content": "a b"},
@@ -173,7 +174,8 @@ def test_special_tokens_in_messages_are_counted_and_allowed_by_name(make, notes)
         notes(tokenizer, {"messages": chat}, allow_special_tokens=("<acts>",))
 
 
-def test_a_stream_says_what_its_first_window_holds(make, notes):
+def test_a_stream_says_what_its_first_window_holds(make, notes, monkeypatch):
+    monkeypatch.setattr("jaxglue.data.stream.encode_in_processes", lambda *given, workers: encode_here(*given))
     chat = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "<act>"}]
     said = notes(make(special=["<act>"]), *[{"messages": chat}] * 3, streaming=True, stream_tokens=30)
     assert any(note.startswith("special tokens inside messages are read as text: <act> in ") for note in said)

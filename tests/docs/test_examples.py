@@ -32,7 +32,9 @@ def registries():
 
 
 REPEATED = ("Rows in memory", "Callbacks", "Metrics", "An optimizer, a tokenizer", "A loop of your own")
-"""Sections of python.md whose parts run in tests/training: test_callbacks.py, test_own_parts.py and test_session.py."""
+REPEATED += ("Load a model and run it", "Operations")
+"""Sections of python.md whose parts run elsewhere: in test_callbacks.py, test_own_parts.py and test_session.py of
+tests/training, and in tests/ops."""
 
 
 @pytest.mark.parametrize(

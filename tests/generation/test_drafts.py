@@ -24,7 +24,7 @@ HYBRID = {
     **{"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 EXPERTS = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-EXPERTS |= {"first_k_dense_replace": 0}
+EXPERTS |= {"first_k_dense_replace": 0, "num_hidden_layers": 1}
 WINDOWS = {"model_type": "mistral", "sliding_window": 16}
 LATENT = {
     **{"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
@@ -50,7 +50,7 @@ MADE: dict[str, tuple] = {}
 
 def made(family, tiny_model, **fields):
     """A small model's modules and parameters, without a head and with a drawn one; made once."""
-    fields = {**family, "num_hidden_layers": 2, "initializer_range": 0.3, **fields}
+    fields = {"num_hidden_layers": 2, "initializer_range": 0.3, **family, **fields}
     if (key := repr(fields)) not in MADE:
         model = tiny_model(fields.pop("model_type"), **fields)
         graphdef, state = nnx.split(build_draft(model.config, dtype=jnp.float32, rngs=nnx.Rngs(1)))
@@ -199,7 +199,7 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model
 
 
 def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
-    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6, num_hidden_layers=1)
+    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
     sampling, sizes = SamplingConfig(max_tokens=70), list[tuple[int, int]]()
     asked = [Request([1, 2, 3], replace(sampling, max_tokens=length)) for length in (40, *[70] * 3)]
     compile_window = EnginePrograms.compile_window
@@ -255,7 +255,7 @@ def test_answers_by_a_grammar_are_drafted(family, tiny_model):
 
 
 def test_a_text_that_goes_on_is_drafted(tiny_model):
-    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6, num_hidden_layers=1)
+    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
     first = np.random.default_rng(2).integers(0, 5, 130).tolist()
     sampling = SamplingConfig(max_tokens=20)
     found = []

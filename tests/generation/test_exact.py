@@ -176,7 +176,8 @@ def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
     assert answers_of(sample(engine, trees, PROMPTS, 2, 12, plan=plan, whole=True)) == together
 
 
-@pytest.mark.parametrize("model_type", ["llama", repeat("gpt_oss")])
+@repeats_parts_of("test_an_answer_has_the_same_bits_in_any_company")
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model, model_type):
     """Their tokens are then computed again as a part of a row, where others were decoded one by one."""
     model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {}) | ONE_LAYER))

@@ -318,6 +318,11 @@ def test_projections_from_latents_are_cut_into_heads_and_keys_transposed(make_fo
         ({**GPT_OSS, "layer_types": ["full_attention"] * 2}, "f16", "other layers in windows"),
         ({"vocab_size": 300}, "f16", "embedding only 300 rows"),
         ({"model_type": "mistral", "sliding_window": 16}, "f16", "does not compute sliding windows"),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 2},
+            "f16",
+            "without layers of linear attention",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "f16", "other layers without rotary embeddings"),
         ({"model_type": "gemma2", "attn_logit_softcapping": None}, "f16", "Gemma 2 without caps of scores and"),
         ({"model_type": "gemma2", "head_dim": 64}, "f16", "query_pre_attn_scalar other than 64"),

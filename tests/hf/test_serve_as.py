@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
@@ -168,7 +168,8 @@ def test_modelopts_layout_holds_the_values_of_training(base, adapter, tmp_path):
     assert shared == {1 / 256}, "vLLM joins matrices of one input, and reads one factor for them"
 
 
-@pytest.mark.parametrize("served", ["nvfp4", repeat("nf4")])
+@repeats_parts_of("test_a_mixture_in_the_format_predicts_as_training_did")
+@pytest.mark.parametrize("served", ["nvfp4", "nf4"])
 def test_a_folder_in_the_format_predicts_as_training_did(served, base, adapter, tmp_path):
     trained = adapter(served)
     expected = logits(base, trained, f"served_{served}")

@@ -9,6 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.export import quantize_folder, save_model
 from jaxglue.hf.identity import identify
@@ -136,6 +137,17 @@ def test_adapters_of_other_parts_are_left_out_where_they_learned_nothing(make_fo
     save_file(tensors | others, folder / "adapter_model.safetensors")
     loaded = load_adapter(folder)
     assert len(loaded.tensors) == len(tensors) + 2 and all("vision_tower" in name for name in loaded.beside_text)
+
+
+def test_adapters_on_patches_of_gemma_4_12b_have_other_names_as_modules_than_in_files(tmp_path):
+    shapes = {"model.embed_vision.embedding_projection": (6, 4), "model.vision_embedder.patch_dense": (4, 8)}
+    tensors = {f"{name}.lora_A": np.ones((2, columns), np.float32) for name, (_, columns) in shapes.items()}
+    tensors |= {f"{name}.lora_B": np.ones((rows, 2), np.float32) for name, (rows, _) in shapes.items()}
+    kind, config = "gemma4_unified_text", LoraConfig(rank=2, targets=("all-linear",))
+    save_adapter(tmp_path, tensors, config, "base", model_type=kind, text_path="model.language_model")
+    adapter = load_adapter(tmp_path)
+    assert all(".embed_vision." in key for key in load_file(tmp_path / "adapter_model.safetensors"))
+    check_adapter(adapter, shapes, {"model_type": kind}, "the model")
 
 
 def test_adapters_of_earlier_transformers_are_read(make_folder, tmp_path):

@@ -9,6 +9,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from transformers.image_transforms import convert_to_rgb
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -76,6 +77,45 @@ def test_places_follow_the_patches(processor):
     assert (places[:, 2:] == grid).all()
 
 
+@pytest.mark.parametrize("size", [(1400, 900), (5, 4), (3000, 20)])
+def test_limits_that_are_no_whole_tokens_are_those_of_transformers(tmp_path, size):
+    limits = {"shortest_edge": 3_000, "longest_edge": 1_000_000}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": limits}))
+    theirs = Qwen2VLImageProcessorPil(size=limits, patch_size=16)(images=[picture(*size)], return_tensors="np")
+    assert [1, *read_processor(tmp_path, QWEN).grid(*size[::-1])] == theirs["image_grid_thw"][0].tolist()
+
+
+@pytest.mark.parametrize("size", [(1, 200), (85, 959), (1560, 18), (100, 150)])
+@pytest.mark.parametrize("most", [4, 7, 64])
+def test_no_shape_takes_more_tokens_than_the_limit(tmp_path, size, most):
+    limited = read_processor(tmp_path, QWEN, most)
+    assert limited.tokens(limited.grid(*size)) <= most
+
+
+def test_settings_of_other_processors_are_refused(tmp_path):
+    for settings in (
+        {"size": {"shortest_edge": 224}},
+        {"size": 448},
+        {"do_resize": False},
+        {"do_normalize": False},
+        {"rescale_factor": 1.0},
+        {"image_mean": 0.5},
+        {"image_std": [0, 0, 0]},
+        {"resample": "bicubic"},
+        {"max_pixels": "large"},
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="image processor"):
+            read_processor(tmp_path, QWEN)
+
+
+def test_frames_have_the_budget_of_their_own_file(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 560}))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 140}))
+    read = read_processor(tmp_path, {"model_type": "gemma4", "vision_config": {}})
+    assert (read.max_tokens, read.frame_tokens) == (560, 140)
+
+
 def test_limits_of_tokens_are_below_the_files_by_default(tmp_path):
     default = read_processor(tmp_path, QWEN)
     assert default.tokens(default.grid(4000, 6000)) <= 2048
@@ -95,6 +135,19 @@ def test_every_mode_becomes_eight_bits_of_three_colors(mode):
     assert read.mode == "RGB" and read.size == (48, 32)
     if mode in ("I;16", "I"):
         assert 100 < np.asarray(read).mean() < 155  # not clipped at 255
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white_as_in_transformers(mode):
+    image = picture(24, 16).convert(mode)
+    if mode == "P":
+        image.info["transparency"] = image.getpixel((0, 0))
+    else:
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    data = stored(image)
+    expected = convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)
+    np.testing.assert_array_equal(np.asarray(read_image(data)), expected)
+    assert (expected != np.asarray(image.convert("RGB"))).any()
 
 
 def test_images_are_turned_as_their_metadata_say():

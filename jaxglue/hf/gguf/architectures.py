@@ -323,7 +323,8 @@ def _partial(config: DecoderConfig) -> dict[str, Any]:
 
 def _linear_attention(config: DecoderConfig) -> str | None:
     delta = config.mixer_of(DeltaConfig)
-    assert delta is not None
+    if delta is None:
+        return "models of this type without layers of linear attention"
     if delta.key_dim != delta.value_dim:
         return "keys and values of linear attention of different sizes"
     if _interval(config) is None:

@@ -155,9 +155,15 @@ _REASONS = {
         *("do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval", "bench_dataset", "predict_with_generate"),
         *("generate_samples", "num_generation_samples", "do_sample", "max_new_tokens", "dpo_generate_during_eval"),
     ),
-    "only text is trained on": (
-        *("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_mm_modules", "image_size"),
-        *("image_resize_algorithm", "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels"),
+    "--train-vision says what trains of a model that sees: none, its projector, or all": (
+        *("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_modules", "freeze_llm"),
+        *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+    ),
+    "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (
+        *("image_size", "image_resize_algorithm", "image_max_pixels", "image_min_pixels"),
+        *("video_max_pixels", "video_min_pixels", "max_pixels", "min_pixels"),
+    ),
+    "rows name frames, clips and their times, and paths begin at the folder of the data": (
         *("video_fps", "video_maxlen", "audio_sampling_rate", "use_audio_in_video", "media_dir"),
     ),
     "tokens are read from the variable HF_TOKEN": ("hf_hub_token", "ms_hub_token", "om_hub_token", "hf_use_auth_token"),
@@ -167,6 +173,9 @@ NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 AS_HERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bias", "lora_bias"), ("none",)),
     **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
+    **dict.fromkeys(("freeze_multi_modal_projector", "freeze_aligner"), (True,)),
+    **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
+    **{"freeze_llm": (False,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
 }
 """Values of settings without a counterpart by which a recipe asks for what is done anyway."""
@@ -180,6 +189,9 @@ CHANGES = {
         "max_steps_per_epoch",
         "bias",
         "fp16",
+        "freeze_aligner",
+        "image_max_pixels",
+        "media_dir",
         "per_device_eval_batch_size",
     )
 }
