@@ -295,7 +295,7 @@ class Engine:
         answers = [sequence for number, request in enumerate(requests) for sequence in self.answers(request, number)]
         if whole is None:
             whole = sum(sequence.end - sequence.length for sequence in answers) >= _MANY_STEPS * plan.slots
-        batch = self.open(trainable, frozen, plan, ProgramKind.of(requests, stop), whole=whole)
+        batch = self.open(trainable, frozen, plan, ProgramKind.of(requests, stop), whole=whole, gathers=True)
         batch.add(answers, stop)
         try:
             while batch.is_busy:
@@ -317,9 +317,19 @@ class Engine:
         return Sequence(0, index, request, self._end(request, 1))
 
     def open(
-        self, trainable: Params, frozen: Params, plan: CachePlan, kind: ProgramKind, *, whole: bool
+        self,
+        trainable: Params,
+        frozen: Params,
+        plan: CachePlan,
+        kind: ProgramKind,
+        *,
+        whole: bool,
+        gathers: bool = False,
     ) -> "DecodeBatch":
-        """Return a batch without answers; `kind` has all that they use, other arguments are as of `generate`."""
+        """Return a batch without answers.
+
+        `kind` has all that they use; `gathers` is as of `Scheduler`, and other arguments as of `generate`.
+        """
         trees = self._programs.prepared(trainable), frozen
         self._tell_of_experts(trees, plan)
         whole = whole and sharding_of(trees) is None
@@ -334,7 +344,8 @@ class Engine:
         states = None if programs.rows == 1 else (self.config.hidden_size, self._dtype)
         slots = make_sequences(plan, vocabulary, kind.all_features, place, states)
         pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
-        return DecodeBatch(programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, pace, whole=whole)
+        options = {"whole": whole, "gathers": gathers}
+        return DecodeBatch(programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, pace, **options)
 
     def _rule(self, trees: Trees) -> DraftRule | None:
         """Return what decides on drafts; None where their number is fixed."""
@@ -437,6 +448,7 @@ class DecodeBatch:
         pace: DraftPace,
         *,
         whole: bool,
+        gathers: bool,
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
@@ -451,6 +463,7 @@ class DecodeBatch:
             rows=programs.rows,
             outside=_pages_outside(plan),
             tile=programs.tile,
+            gathers=gathers,
         )
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""

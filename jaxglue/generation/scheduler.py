@@ -24,8 +24,7 @@ LONGEST_SUFFIX = 512
 For short texts it is half of them: a prompt's tokens cost less in longer rows.
 """
 _GATHERED = 16
-"""Part of the slots that is free before some of many waiting answers begin: others wait for the pass of their prompts,
-which takes long however few these are."""
+"""Part of the slots that is free before some of many answers begin that wait for one."""
 _LONG = 32
 """Behind very long texts a suffix of this part of them is read so, too."""
 Finish = Literal["stop", "length", "until"]
@@ -238,6 +237,8 @@ class Scheduler:
         outside: pages of held answers for which there is room outside of the cache.
         tile: answers have training's bits, whose keys are in tiles of so many tokens; None for any bits. Pages of
             answers then serve no prompt, whose tiles do not begin anew within it.
+        gathers: more answers than find a slot wait until a part of the slots is free, and for others to their prompt:
+            all others wait for a pass of prompts, which takes long however few these are.
     """
 
     def __init__(
@@ -250,6 +251,7 @@ class Scheduler:
         rows: int = 1,
         outside: int = 0,
         tile: int | None = None,
+        gathers: bool = False,
     ):
         self._tile = tile
         self._remembers, self._rewinds, self._outside = remembers, rewinds, outside
@@ -257,7 +259,7 @@ class Scheduler:
         self._held, self._saves = dict[Sequence, Held](), list[tuple[PageCopy, list[int]]]()
         self._waiting, self._steps = deque[Sequence](), steps * rows
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
-        self._pages, self._gathered = max(plan.pages, 1), max(plan.slots // _GATHERED, 1)
+        self._pages, self._gathered = max(plan.pages, 1), max(plan.slots // _GATHERED, 1) if gathers else 1
         self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""

@@ -35,7 +35,7 @@ def test_answers_that_wait_begin_together():
     """A pass of prompts holds up all others: some slots stay free until several answers to a prompt find one."""
     lengths = np.random.default_rng(0).integers(100, 1000, 32 * 8)
     requests = [Request([1] * 70, SamplingConfig(max_tokens=1000), n=8) for _ in range(32)]
-    scheduler = Scheduler(CachePlan(slots=64, pages=4096, table=32, bytes=0), STEPS)
+    scheduler = Scheduler(CachePlan(slots=64, pages=4096, table=32, bytes=0), STEPS, gathers=True)
     scheduler.add(Sequence(i // 8, i % 8, requests[i // 8], 70 + int(length)) for i, length in enumerate(lengths))
     passes, begun = list[int](), 0
     while (work := scheduler.next()) is not None:
