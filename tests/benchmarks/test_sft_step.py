@@ -290,9 +290,8 @@ def test_later_files_replace_results_when_merged(tmp_path):
 
 def test_a_result_tells_when_where_and_at_which_commit_it_was_measured(tmp_path, monkeypatch):
     import measure
-    from peers import record
 
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(measure.record, "ROOT", tmp_path)
     monkeypatch.setenv("JAXGLUE_COMMIT", "0123abcd")
     measure.write_results(tmp_path / "a.json", [], gpu="NVIDIA H200")
     told = json.loads((tmp_path / "a.json").read_text())
