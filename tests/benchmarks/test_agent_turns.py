@@ -2,7 +2,10 @@
 
 import json
 
+from selection import repeats_parts_of
 
+
+@repeats_parts_of("test_episodes_go_on_to_the_bit")
 def test_both_rows_are_measured(tmp_path, monkeypatch):
     import agent_turns
 

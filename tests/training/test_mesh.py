@@ -73,7 +73,8 @@ def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("mesh", ["data=4", repeat("fsdp=4")])
+@repeats_parts_of("test_layers_share_programs_on_a_mesh")
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4"])
 def test_a_step_on_a_mesh_is_one_program(make_config, tmp_path, caplog, mesh):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "dropout": 0.2, "mesh": mesh}
     train(make_config(**options, output=tmp_path / "several"))

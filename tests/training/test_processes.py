@@ -72,7 +72,7 @@ def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, t
     assert whole.steps == 4
 
 
-@repeats_parts_of("test_a_step_on_a_mesh_is_one_program")
+@repeats_parts_of("test_one_program_trains_as_several_do")
 @pytest.mark.long
 def test_processes_take_steps_of_one_program(make_config, run_two, tmp_path):
     options = {"steps": 3, "batch_size": 2, "seq_len": 48}
