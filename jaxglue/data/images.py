@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
-from jaxglue.data.messages import Chat, Clip, Video, content_texts
+from jaxglue.data.messages import MEDIA_KEYS, Chat, Clip, Video, content_texts
 from jaxglue.data.template import ChatTemplate, plain_pieces
+from jaxglue.files.json_file import without_nulls
 from jaxglue.vision.images import MAX_PIXELS, ImageSource, digest_of, image_size, image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.records import ImageRecord, ImageRecords, record_image
@@ -85,31 +86,39 @@ class ImageRules:
             return content
         waiting = {kind: [each for each in media if _kind(each) == kind] for kind in TAGS}
         chat = content if content.images or not media else _at_tags(content, waiting)
-        kinds = [part["type"] for message in chat.messages for part in _parts(message) if part["type"] != "text"]
-        if len(kinds) != len(chat.images):
+        numbered = [(n, part) for n, message in enumerate(chat.messages, 1) for part in _parts(message)]
+        parts = [(n, part) for n, part in numbered if part["type"] != "text"]
+        if len(parts) != len(chat.images):
             raise ValueError(
-                f"the messages have {len(kinds)} places of images and clips, and {len(chat.images)} of these"
+                f"the messages have {len(parts)} places of images and clips, and {len(chat.images)} of these"
             )
+        places = [(*each, image) for each, image in zip(parts, chat.images, strict=True)]
         for kind, found in waiting.items():
-            places = sum(kind == own and image is None for own, image in zip(kinds, chat.images, strict=True))
-            if places != len(found):
+            empty = [n for n, part, image in places if image is None and part["type"] == kind]
+            if empty and not found:
                 raise ValueError(
-                    f"the row has {len(found)} {_NOUNS[kind]} in its columns, and {places} places for them"
+                    f"message {empty[0]}: a part of type {kind!r} has nothing under {', '.join(MEDIA_KEYS[kind])}, and "
+                    f"only rows with a column '{kind}s' may leave it there"
+                )
+            if len(empty) != len(found):
+                raise ValueError(
+                    f"the row has {len(found)} {_NOUNS[kind]} in its columns, and {len(empty)} places for them"
                 )
         in_order = {kind: iter(found) for kind, found in waiting.items()}
-        pairs = zip(kinds, chat.images, strict=True)
-        sources = [next(in_order[kind]) if image is None else image for kind, image in pairs]
-        read = tuple(self._source(*each) for each in zip(kinds, sources, strict=True))
-        return self._with_frames(chat._replace(images=read))
+        read = [
+            self._source(part, next(in_order[part["type"]]) if image is None else image) for _, part, image in places
+        ]
+        return self._with_frames(chat._replace(images=tuple(read)))
 
-    def _source(self, kind: str, value: Any) -> Any:
-        """Return an image or a clip where a row holds it; videos stay as they are."""
-        if kind == "audio":
+    def _source(self, part: Mapping[str, Any], value: Any) -> Any:
+        """Return the image or clip of a part, from what a row holds; of a video, a part with its frames a second."""
+        if part["type"] == "audio":
             return image_source(value.value if isinstance(value, Clip) else value, self.folder, "clip")
-        if kind != "video":
+        if part["type"] != "video":
             return image_source(value, self.folder)
         value = value.value if isinstance(value, Video) else value
-        return value if isinstance(value, Mapping) and not value.keys() & {"bytes", "path"} else {"video": value}
+        is_part = isinstance(value, Mapping) and ("type" in value or not value.keys() & {"bytes", "path"})
+        return {**part, **without_nulls(value if is_part else {"video": value})}
 
     def _with_frames(self, chat: Chat) -> Chat:
         """Return a chat with the times and frames of its videos, as processors of its family write them."""

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxglue.files.json_file import parse_json, without_nulls
+from jaxglue.vision.videos import VIDEO_KEYS
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -202,13 +203,13 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
     parts = list[dict[str, Any]]()
     for part in content:
         if is_image(part):
-            images.append(_image_of(part))
+            images.append(_image_of(part, "image"))
             parts.append({"type": "image"})
         elif is_video(part):
-            images.append(part if any(part.get(key) is not None for key in _VIDEO_KEYS) else None)
-            parts.append({"type": "video"})
+            images.append(part if any(part.get(key) not in (None, "") for key in MEDIA_KEYS["video"]) else None)
+            parts.append({"type": "video"} | ({} if part.get("fps") is None else {"fps": part["fps"]}))
         elif _is_clip(part):
-            images.append(_image_of(part))
+            images.append(_image_of(part, "audio"))
             parts.append({"type": "audio"})
         elif text := _part(part, role):
             parts.append({"type": "text", "text": text})
@@ -217,15 +218,14 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
-_VIDEO_KEYS = ("video", "video_url", "fps")
-"""Keys of a part of a message that holds a video by itself."""
-_IMAGE_KEYS = ("image", "image_url", *_AUDIO_PARTS, "source", "url", "path", "base64", "bytes", "data")
-"""Keys of a part of a message under which its image or clip may be."""
+_KEYS = ("source", "url", "path", "base64", "bytes", "data")
+MEDIA_KEYS = {"image": ("image", "image_url", *_KEYS), "audio": (*_AUDIO_PARTS, *_KEYS), "video": VIDEO_KEYS}
+"""Keys of parts of a message under which their image, clip or video may be, by the parts' types."""
 
 
-def _image_of(part: dict[str, Any]) -> Any:
+def _image_of(part: dict[str, Any], kind: str) -> Any:
     """Return what a part says its image or clip is, base64 as such; None where a column has it."""
-    key = next((key for key in _IMAGE_KEYS if part.get(key) not in (None, "", b"")), None)
+    key = next((key for key in MEDIA_KEYS[kind] if part.get(key) not in (None, "", b"")), None)
     value = None if key is None else part[key]
     if key in ("input_audio", "source") and isinstance(value, dict):  # OpenAI's and Anthropic's, whose data are base64
         key, value = ("url", value["url"]) if value.get("url") else ("data", value.get("data"))

@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxglue.vision.images import MAX_FRAMES, ImageSource, animation_frames, image_source, join_frames
 
+VIDEO_KEYS = ("video", "video_url", "url", "path")
+"""Keys of a part of a message under which its video may be."""
 _FRAMES_PER_SECOND = 2.0
 """Of lists and folders whose part names no `fps`, and of animations, from which as many are taken."""
 _TIME = "\U000f0002"
@@ -52,8 +54,8 @@ def video_frames(video: Mapping[str, Any], folder: Path | None) -> list[tuple[fl
 
     Args:
         video: `video`, a list of images, a folder of them in the order of their names, or an animation; or `video_url`,
-            of an animation or of frames as vLLM takes them, JPEG files in base64 with commas between; and perhaps
-            `fps`, frames per second.
+            `url` or `path`, of an animation or of frames as vLLM takes them, JPEG files in base64 with commas between;
+            and perhaps `fps`, frames per second.
         folder: of relative paths; None where no files are named.
 
     Raises:
@@ -81,9 +83,9 @@ def video_frames(video: Mapping[str, Any], folder: Path | None) -> list[tuple[fl
 
 def _value(video: Mapping[str, Any]) -> Any:
     """Return what a part of a message says its video is."""
-    value = video.get("video")
-    if value is None and isinstance(url := video.get("video_url"), Mapping):
-        value = url.get("url")
+    value = next((video[key] for key in VIDEO_KEYS if video.get(key) not in (None, "")), None)
+    if isinstance(value, Mapping) and "url" in value:
+        value = value["url"]
     if not isinstance(value, str) or not value.startswith("data:video/"):
         return value
     kind, _, frames = value.partition(";base64,")

@@ -127,7 +127,7 @@ def load_tokenizer_of(data, prepare):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": []}, "0 images in its columns, and 1 places"),
+        ({"images": []}, "rows.jsonl:1: message 1: a part of type 'image' has nothing under image, .*column 'images'"),
         ({"images": ["b.png"]}, "rows.jsonl:1: image .*b.png: No such file"),
         ({"images": ["data:image/png;base64,aGVsbG8="]}, "rows.jsonl:1: image 1: no image"),
         ({"images": ["https://example.org/a.png"]}, "not fetched from the network"),
@@ -408,6 +408,11 @@ def test_videos_of_columns_are_those_of_parts(prepare, tmp_path, urls):
         {"messages": [{"role": "user", "content": [{"type": "video"}, *CONTENT]}, TEXT[1]], "videos": [part]},
     ):
         assert document(prepare(row)) == expected
+    found = [
+        document(prepare({"messages": [{"role": "user", "content": [video, *CONTENT]}, TEXT[1]], **columns}))
+        for video, columns in (({**part, "fps": 0.5}, {}), ({"type": "video", "fps": 0.5}, {"videos": [frames]}))
+    ]
+    assert found[0] == found[1] != expected  # the part's rate, of the column's frames
 
 
 def test_videos_are_refused_where_the_model_reads_none(prepare, urls):
