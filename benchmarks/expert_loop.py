@@ -39,7 +39,7 @@ def looped_mlp(
     matrices = [dequantize(each, x.dtype) if isinstance(each, Quantized) else each for each in (gate_up, down)]
     first, second = (each.mT if transpose_rhs else each for each in matrices)
     lora = ExpertLora() if lora is None else lora
-    adapters = scaled(lora.gate_up, lora.scale), scaled(lora.down, lora.scale)
+    adapters = scaled(lora.gate_up, lora.scales[0]), scaled(lora.down, lora.scales[1])
     frozen = jax.tree.map(lax.stop_gradient, {"matrices": (first, second), "biases": (gate_up_bias, down_bias)})
     return _looped(activation, x, routing.weights, adapters, frozen, routing.expert_ids).astype(x.dtype)
 

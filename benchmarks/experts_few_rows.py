@@ -112,7 +112,7 @@ def lora_of(layer: Layer, rank: int, copy: int) -> ExpertLora:
         return ExpertLora()
     made = partial(adapter, layer, rank)
     gate_up = made(10 * copy + 3, 2 * layer.F, layer.D)
-    return ExpertLora(gate_up=gate_up, down=made(10 * copy + 5, layer.D, layer.F), scale=2.0)
+    return ExpertLora(gate_up=gate_up, down=made(10 * copy + 5, layer.D, layer.F), scales=(2.0, 2.0))
 
 
 def chosen_matrices(weight: Any, chosen: jax.Array) -> jax.Array:

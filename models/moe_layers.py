@@ -129,7 +129,7 @@ class Experts(nnx.Module):
             down.projection,
             activation=self.activation,
             transpose_rhs=gate_up.transposed,
-            lora_scale=gate_up.lora_scale or down.lora_scale,  # either may have no adapter, and both have one scale
+            lora_scales=(gate_up.lora_scale, down.lora_scale),
             ranks=getattr(context, "ranks", None),
             fp8=gate_up.fp8 and context.fp8,
             inference=getattr(context, "inference", False),

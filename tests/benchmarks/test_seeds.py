@@ -33,7 +33,7 @@ def test_the_loop_over_experts_equals_grouped_matmuls(transpose):
 
     def apply(function, x, logits, adapters):
         first, second = (ExpertAdapter(*each) for each in adapters)
-        lora = ExpertLora(gate_up=first, down=second, scale=2.0)
+        lora = ExpertLora(gate_up=first, down=second, scales=(2.0, 1.5))
         options = {"gate_up_bias": biases[0], "down_bias": biases[1], "transpose_rhs": transpose, "lora": lora}
         return function(x, route(logits, K, normalize=True), *matrices, **options)
 

@@ -157,6 +157,26 @@ def test_adapters_train_alike_on_blocks_and_expanded_weights(moe_model, random_b
     assert_close(gradients, expected)
 
 
+def test_each_adapter_of_experts_has_its_own_scale(tiny_model):
+    """Patterns, and square roots of ranks that differ, give PEFT one for gate and up and another for down."""
+    patterns = {"rank_pattern": ("experts.gate_up_proj=3",), "alpha_pattern": ("experts.down_proj=7",)}
+    targets = "experts.gate_up_proj", "experts.down_proj"
+    lora, models = LoraConfig(rank=2, alpha=3.0, rslora=True, targets=targets, **patterns), []
+    for merged in (False, True):
+        model = tiny_model("qwen3_moe", **QWEN3_MOE)
+        add_lora(model, lora, rngs=nnx.Rngs(1))
+        for number, layer in enumerate(model.layers):
+            for kind in ("gate_up_proj", "down_proj"):
+                linear = getattr(layer.mlp.experts, kind)
+                B = jax.random.normal(jax.random.key(number), linear.lora_B[...].shape)
+                linear.lora_B[...] = 0 * B if merged else B
+                scale = lora.scale_of(f"model.layers.{number}.mlp.experts.{kind}")
+                linear.weight[...] += scale * (B @ linear.lora_A[...]) if merged else 0
+        models.append(model)
+    logits = [model([[3, 1, 4, 1, 5]]) for model in models]
+    np.testing.assert_allclose(*logits, rtol=2e-4, atol=2e-4)
+
+
 @repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_matches_full_forward_passes(moe_model, family):

@@ -450,8 +450,8 @@ def moe_mlp(
     )
     if inference and (few := FEW_ROWS_EXPERTS.load(call)) is not None:
         shape: dict[str, Any] = {"activation": activation, "transpose_rhs": transpose_rhs, "exact": exact}
-        return few.mlp(*operands, adapters, **shape, lora_scale=lora.scale)
-    adapters = scaled(adapters[0], lora.scale), scaled(adapters[1], lora.scale)
+        return few.mlp(*operands, adapters, **shape, lora_scales=lora.scales)
+    adapters = scaled(adapters[0], lora.scales[0]), scaled(adapters[1], lora.scales[1])
     kernels = GROUPED_MATMUL.load(GroupedCall(dtype=x.dtype, activation=activation), backend=backend)
     if kernels is None:
         return reference_mlp(*operands, adapters, activation=activation, transpose_rhs=transpose_rhs)
@@ -474,7 +474,7 @@ def experts(
     *,
     activation: Activation,
     transpose_rhs: bool,
-    lora_scale: float = 1.0,
+    lora_scales: tuple[float, float] = (1.0, 1.0),
     ranks: Bool[Array, "M R"] | None = None,
     fp8: bool = False,
     inference: bool = False,
@@ -487,7 +487,7 @@ def experts(
         routing: of these tokens to all experts.
         gate_up, down: of this device's experts.
         activation, transpose_rhs, fp8, inference, exact: see `moe_mlp`.
-        lora_scale: of both adapters.
+        lora_scales: of both adapters.
         ranks: of the adapters that each token uses, or [1, R] for all tokens; by default all use all.
     """
 
@@ -507,7 +507,7 @@ def experts(
             exact=exact,
         )
 
-    adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale, ranks=ranks)
+    adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scales=lora_scales, ranks=ranks)
     return expert_parallel(apply, x, routing, adapters)
 
 

@@ -235,10 +235,10 @@ class TritonFewRowsExperts(Launcher):
         *,
         activation: Activation,
         transpose_rhs: bool,
-        lora_scale: float = 1.0,
+        lora_scales: tuple[float, float] = (1.0, 1.0),
         exact: bool = False,
     ) -> Float[Array, "M D"]:
-        """Compute `moe_mlp` from (gate_up, down) of matrices, biases and adapters without their scale."""
+        """Compute `moe_mlp` from (gate_up, down) of matrices, biases and adapters without their scales."""
         D, F = x.shape[1], (matrices[1].shape[2] if transpose_rhs else matrices[1].shape[1])
         first, second = map(_stored, matrices)
         hidden = self._multiply(
@@ -246,7 +246,7 @@ class TritonFewRowsExperts(Launcher):
             routing,
             first,
             biases[0],
-            _Adapter.of(adapters[0], lora_scale),
+            _Adapter.of(adapters[0], lora_scales[0]),
             (D, F),
             activation=activation,
             transpose_rhs=transpose_rhs,
@@ -254,7 +254,7 @@ class TritonFewRowsExperts(Launcher):
             order=ORDERS[second.kind],
             exact=exact,
         )
-        adapter = _Adapter.of(adapters[1], lora_scale)
+        adapter = _Adapter.of(adapters[1], lora_scales[1])
         sizes = F, D
         options: dict[str, Any] = {"transpose_rhs": transpose_rhs, "exact": exact}
         rows = self._multiply(hidden, routing, second, None, adapter, sizes, activation=None, **options)

@@ -33,7 +33,7 @@ class ExpertAdapter(NamedTuple):
         return low_rank if self.used is None else jnp.where(self.used, low_rank, 0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down", "ranks"], meta_fields=["scale"])
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down", "ranks"], meta_fields=["scales"])
 @dataclass(frozen=True, kw_only=True)
 class ExpertLora:
     """Adapters of the experts, of rank R each: y += scale · (x·Aᵀ)·Bᵀ."""
@@ -42,12 +42,13 @@ class ExpertLora:
     """A [E, R, D] and B [E, 2F, R]."""
     down: ExpertAdapter | None = None
     """A [E, R, F] and B [E, D, R]."""
-    scale: float = 1.0
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Of both, which may have ranks and alphas of their own."""
     ranks: Bool[Array, "M R"] | None = None
     """Ranks that each token uses, or [1, R] for all tokens; None where all use all."""
 
     def of_rows(self, routing: Routing) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
-        """Return both adapters, without the scale, with the ranks that each row of the routing uses."""
+        """Return both adapters, without the scales, with the ranks that each row of the routing uses."""
         if self.ranks is None:
             return self.gate_up, self.down
         used = jnp.broadcast_to(self.ranks, (len(routing.expert_ids), self.ranks.shape[-1]))[routing.tokens]

@@ -87,7 +87,7 @@ def experts_of(activation, transposed, *, sizes, rank):
     ]
     options = {"activation": activation, "transpose_rhs": transposed, "inference": True, "exact": True}
     options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
-    lora = ExpertLora(gate_up=pairs[0], down=pairs[1], scale=4.0)
+    lora = ExpertLora(gate_up=pairs[0], down=pairs[1], scales=(4.0, 2.0))
 
     def apply(x, logits):
         return moe_mlp(x, route(logits, 2, order="topk_softmax", exact=True), *matrices, lora=lora, **options)

@@ -45,7 +45,9 @@ def adapters(E, D, F, ranks, chosen=None):
     def adapter(seed, K, N, R):
         return ExpertAdapter(draw(seed, E, R, K) / K**0.5, draw(seed + 1, E, N, R)) if R else None
 
-    return ExpertLora(gate_up=adapter(6, D, 2 * F, ranks[0]), down=adapter(8, F, D, ranks[1]), scale=0.7, ranks=chosen)
+    return ExpertLora(
+        gate_up=adapter(6, D, 2 * F, ranks[0]), down=adapter(8, F, D, ranks[1]), scales=(0.7, 1.1), ranks=chosen
+    )
 
 
 def case(M, E, k, D, F, *, transposed=True, stored=None, bias=False, activation="swiglu"):
@@ -378,7 +380,7 @@ def test_kernels_compile_for_a_gpu(stored, rank, h200, monkeypatch):
         options = {"activation": activation, "transpose_rhs": True, "inference": True, "exact": exact}
         return moe_mlp(x, routing, gate_up, down, lora=lora, **options)
 
-    lora = ExpertLora(gate_up=adapter(2 * F, D), down=adapter(D, F), scale=2.0) if rank else None
+    lora = ExpertLora(gate_up=adapter(2 * F, D), down=adapter(D, F), scales=(2.0, 2.0)) if rank else None
     with tracing_for((9, 0)):
         program = jax.jit(mlp).lower(half(32, D), half(32, E), matrix(2 * F, D), matrix(D, F), lora).compile()
     # Adapters have no launches of their own but of rings, which serve gate and up of GPT-OSS, and down of any MXFP4.

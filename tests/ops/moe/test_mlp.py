@@ -38,7 +38,7 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R, columns=2):
         "lora": ExpertLora(
             gate_up=ExpertAdapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, columns * F, R, scale=0.1)),
             down=ExpertAdapter(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
-            scale=0.5,
+            scales=(0.5, 0.75),
         ),
     }
 
@@ -62,7 +62,7 @@ def every_expert(arguments, *, activation, transpose):
         else:
             gate, up = jnp.minimum(h[:, ::2], 7.0), jnp.clip(h[:, 1::2], -7.0, 7.0)
             h = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-        y = h @ (down + 0.5 * A2[e].T @ B2[e].T) + a["down_bias"][e]
+        y = h @ (down + 0.75 * A2[e].T @ B2[e].T) + a["down_bias"][e]
         out += y * jnp.where(expert_ids == e, weights, 0).sum(1)[:, None]
     return out
 

@@ -32,7 +32,7 @@ def adapters():
     return ExpertLora(
         gate_up=ExpertAdapter(normal(1, E, R, D, std=0.1), normal(2, E, 2 * F, R, std=0.1)),
         down=ExpertAdapter(normal(3, E, R, F, std=0.1), normal(4, E, D, R, std=0.1)),
-        scale=0.5,
+        scales=(0.5, 0.5),
     )
 
 
