@@ -20,7 +20,7 @@ from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.iterator import BatchIterator, Step, Steps
 from jaxglue.data.memory import name_sources, with_named_tokenizer, write_rows
 from jaxglue.data.packing import plan_packing
-from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.prepare import PreparedData, prepare_data, read_vision
 from jaxglue.files.json_file import read_json, write_json
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Completion, Engine
@@ -44,7 +44,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
-from jaxglue.vision.rows import PlacedImage, PromptImages, read_prompt
+from jaxglue.vision.rows import PlacedImage, PromptImages, RowImages, read_prompt
 
 if TYPE_CHECKING:
     pass
@@ -95,7 +95,7 @@ class Session:
         settings: by the names of `jaxglue train`'s flags: `model`, `quantize`, `lora_r`, `learning_rate`, … The
             learning rate is constant, whatever a recipe says, unless `steps` is among them: it then follows the
             schedule over these.
-        images: read images, by the model's tower, which stays as it is.
+        images: read images of rows and documents by the model's tower, which runs in each step.
 
     Raises:
         ValueError: a bad setting or model folder.
@@ -115,7 +115,8 @@ class Session:
         with named_optimizer(with_named_tokenizer(settings)) as named:
             self._open(recipe, named, base, images=images)
         self.tokenizer = self._setup.tokenizer
-        self.image_rules = make_rules(self._setup.base.folder, self.tokenizer, files=None) if images else None
+        limit, folder = self._data.image_max_tokens, self._setup.base.folder
+        self.image_rules = make_rules(folder, self.tokenizer, files=None, max_tokens=limit) if images else None
         """Rules of images; None of a session without."""
         self._engine: Engine | None = None
         self._scorer: PromptScorer | None = None
@@ -489,7 +490,12 @@ class Session:
         return Teacher(self._parts.executor, self._state.trainable, self._state.frozen)
 
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
-        return prepare_data(config, self.tokenizer, self._setup.model.vocab_size, columns=columns)
+        size, limit = self._setup.model.vocab_size, config.image_max_tokens
+        processor = read_vision(self._setup.base.folder, limit, self.tokenizer)
+        prepared = prepare_data(config, self.tokenizer, size, columns=columns, processor=processor)
+        if prepared.readers and self.image_rules is None:
+            raise ValueError("the rows have images, and the session has no tower: open it with images=True")
+        return prepared
 
     def _pack(self, rows: Iterable[Mapping[str, Any]], columns: Columns) -> Step:
         """Pack all rows into one step, in as many micro-batches as they need; its shapes only grow."""
@@ -511,6 +517,7 @@ class Session:
                 gradient_accumulation_steps=-(-plan.rows // shape.batch_size),
                 process_index=0,
                 process_count=1,
+                ahead=RowImages.with_patches,
             )[0]
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:

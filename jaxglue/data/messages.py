@@ -206,7 +206,7 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
             images.append(_image_of(part, "image"))
             parts.append({"type": "image"})
         elif is_video(part):
-            images.append(part if any(part.get(key) not in (None, "") for key in MEDIA_KEYS["video"]) else None)
+            images.append(part if any(_is_given(part.get(key)) for key in MEDIA_KEYS["video"]) else None)
             parts.append({"type": "video"} | ({} if part.get("fps") is None else {"fps": part["fps"]}))
         elif _is_clip(part):
             images.append(_image_of(part, "audio"))
@@ -221,16 +221,25 @@ _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 _KEYS = ("source", "url", "path", "base64", "bytes", "data")
 MEDIA_KEYS = {"image": ("image", "image_url", *_KEYS), "audio": (*_AUDIO_PARTS, *_KEYS), "video": VIDEO_KEYS}
 """Keys of parts of a message under which their image, clip or video may be, by the parts' types."""
+_DESCRIBING = {"type", "detail", "format", "media_type"}
+"""Keys beside an image or clip in OpenAI's and Anthropic's parts."""
 
 
 def _image_of(part: dict[str, Any], kind: str) -> Any:
     """Return what a part says its image or clip is, base64 as such; None where a column has it."""
-    key = next((key for key in MEDIA_KEYS[kind] if part.get(key) not in (None, "", b"")), None)
+    key = next((key for key in MEDIA_KEYS[kind] if _is_given(part.get(key))), None)
     value = None if key is None else part[key]
     if key in ("input_audio", "source") and isinstance(value, dict):  # OpenAI's and Anthropic's, whose data are base64
         key, value = ("url", value["url"]) if value.get("url") else ("data", value.get("data"))
     is_base64 = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
     return {"base64": value} if is_base64 else value
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a value of a part is more than empty, or an object of what only describes an image or clip."""
+    if isinstance(value, dict):
+        return not {key for key, each in value.items() if each not in (None, "")} <= _DESCRIBING
+    return value not in (None, "", b"")
 
 
 def is_image(part: Any) -> bool:

@@ -396,6 +396,12 @@ def test_videos_are_pairs_of_frames_behind_their_times(prepare, tmp_path, urls):
     np.testing.assert_array_equal(images[2].patches[:, :half], images[2].patches[:, half:])  # the odd last frame, twice
 
 
+def test_parts_that_only_describe_their_image_take_the_column_s(prepare, urls):
+    part = {"type": "image_url", "image_url": {"url": None, "detail": "low"}}
+    row = {"messages": [{"role": "user", "content": [part, *CONTENT]}, TEXT[1]], "images": urls[:1]}
+    assert document(prepare(row)) == document(prepare({"messages": TEXT, "images": urls[:1]}))
+
+
 def test_videos_of_columns_are_those_of_parts(prepare, tmp_path, urls):
     for number, url in enumerate(urls[:2]):
         (tmp_path / f"{number}.png").write_bytes(base64.b64decode(url.partition(",")[2]))

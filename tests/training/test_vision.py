@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from selection import thorough
 from tiny_runs import make_seeing
 
+from jaxglue.api.session import Session
 from jaxglue.hf.merge import export_adapter
 from jaxglue.serve.config import EvaluateConfig, ScoreConfig
 from jaxglue.serve.measured import measure_rows
@@ -91,6 +92,20 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
     for name in base:
         if name.startswith("model.visual."):
             np.testing.assert_array_equal(base[name], merged[name])
+
+
+def test_a_session_sees_the_images_of_its_rows(folder, tmp_path):
+    make_seeing(tmp_path / "model", "full_attention", depth=1)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    config = {"model": str(tmp_path / "model"), "random_weights": True, "seq_len": 128, "batch_size": 1}
+    config |= {"lora_rank": 4, "remat": "full", "cache_dir": str(tmp_path / "cache")}
+    with Session(**config) as session, pytest.raises(ValueError, match="open it with images=True"):
+        session.forward_backward(rows[:2])
+    one, other = [row for row in rows if len(row.get("images", ())) == 1][:2]
+    with Session(**config, images=True) as session:
+        losses = [session.forward_backward([one | {"images": row["images"]}]) for row in (one, other)]
+        assert np.isfinite(losses).all() and losses[0] != losses[1]
+        assert next(session.batches([one])).micro_batches[0].images is not None
 
 
 @thorough("training/test_feature_files.py")
