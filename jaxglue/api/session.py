@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,6 @@ from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
 from jaxglue.vision.rows import PlacedImage, PromptImages, RowImages, read_prompt
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 _STATE = "session"
