@@ -84,7 +84,7 @@ def p_value(counts, probabilities, samples):
 
 def check(name, family, samples, tiny_model):
     """Assert that drafted answers have the model's distribution; return the test's values."""
-    model, trees, head, drafted = made(family, tiny_model, vocab_size=V)
+    model, trees, head, drafted = made(family, tiny_model, vocab_size=V, num_hidden_layers=2)
     grammar = Falling() if name == "grammar" else None
     sampling = SamplingConfig(max_tokens=LENGTH, seed=5, **{"top_p": 1.0, **SETTINGS[name]})
     engine, counts = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2)), {}
