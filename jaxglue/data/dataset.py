@@ -130,8 +130,9 @@ class TokenDataset:
         return Batch(**arrays, segments=segments, columns=columns, images=images)
 
     def most_features(self, members: Sequence[Int[np.ndarray, "documents"]]) -> int:
-        """Return the features of images in the row of documents that has most of them."""
-        assert self.reader is not None
+        """Return the features of images in the row of documents that has most of them; 0 for texts."""
+        if self.reader is None:
+            return 0
         counts = self.reader.counts[self.documents]
         return max((int(counts[row].sum()) for row in members), default=0)
 

@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -116,11 +116,6 @@ def most_targets(dataset: TokenDataset, rows: Iterable[Int[np.ndarray, "document
     return max((int(dataset.targets[row].sum()) for row in rows), default=0)
 
 
-def most_features(dataset: TokenDataset, rows: Sequence[Int[np.ndarray, "documents"]]) -> int:
-    """Return the features of images in the row of documents that has most of them; 0 for texts."""
-    return 0 if dataset.reader is None else dataset.most_features(rows)
-
-
 def seen(step: Step, see: See) -> Step:
     """Return a step whose images are arrays."""
     return replace(step, micro_batches=tuple(seen_batch(batch, see) for batch in step.micro_batches))
@@ -209,7 +204,7 @@ class BatchIterator(Iterator[Step]):
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
         rows = [first.row(row) for row in range(first.rows)]
-        self._targets, self._features = most_targets(dataset, rows), most_features(dataset, rows)
+        self._targets, self._features = most_targets(dataset, rows), dataset.most_features(rows)
         self.steps_per_epoch = self._count_steps(first)
         """Optimizer steps in the first epoch; other epochs may differ by a few."""
         self.see: See = RowImages.with_patches
@@ -378,7 +373,7 @@ class EvalBatches:
         _check_sizes(batch_size=batch_size)
         plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
         slots = segment_bucket(max_segments or plan.max_segments)
-        features = most_features(dataset, [plan.row(row) for row in range(plan.rows)])
+        features = dataset.most_features([plan.row(row) for row in range(plan.rows)])
         self._steps = Steps(
             dataset=dataset,
             plan=plan,
