@@ -9,7 +9,7 @@ from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import QUANTIZE, GgufType
 from jaxglue.parts import PartsConfig
-from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range, refuse_contradictions
+from jaxglue.settings.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ class EstimateConfig(TrainConfig):
     data: PlannedRows = field(default_factory=PlannedRows)
 
     def validate(self) -> None:
-        """Settle the place of weights that sampling reads; accept missing settings that only matter in a run."""
-        self._settle_weights()
-        refuse_contradictions(self, {"objective": self.objective.kind.excludes})
+        """Accept missing settings that only matter in a run."""
+        self._validate_present()
 
 
 K_QUANTS = "q4_k_m", "q5_k_m", "q6_k"
@@ -173,9 +172,8 @@ class PreviewConfig(TrainConfig):
     """PNG or SVG file for the histogram of lengths."""
 
     def validate(self) -> None:
-        """Settle the place of weights that sampling reads; accept missing settings that only matter in a run."""
-        self._settle_weights()
-        refuse_contradictions(self, {"objective": self.objective.kind.excludes})
+        """Accept missing settings that only matter in a run."""
+        self._validate_present()
 
 
 @dataclass(frozen=True, kw_only=True)

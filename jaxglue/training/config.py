@@ -401,6 +401,11 @@ class TrainConfig(PartsConfig):
         of_objective: list[Excludes | Requires] = [*objective.requires, *objective.excludes]
         refuse_contradictions(self, {"objective": of_objective, "optimizer": self.optimizer.kind.excludes})
 
+    def _validate_present(self) -> None:
+        """Settle the place of weights that sampling reads; refuse contradictions, but nothing that is missing."""
+        self._settle_weights()
+        refuse_contradictions(self, {"objective": self.objective.kind.excludes})
+
     def _settle_weights(self) -> None:
         """Keep weights that sampling reads on the device, where no place is given."""
         if self.model.weights == "auto" and (self.run.sample_prompt or self.objective.kind.needs_rollouts):
