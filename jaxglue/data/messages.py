@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxglue.files.json_file import parse_json, without_nulls
+from jaxglue.vision.images import AUDIO_KEYS, COMMON_KEYS, IMAGE_KEYS
 from jaxglue.vision.videos import VIDEO_KEYS
 
 Messages = list[dict[str, Any]]
@@ -217,9 +218,9 @@ def read_content(content: Any, role: str, images: list[Any] | None) -> str | lis
 
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
-_AUDIO_PARTS = ("audio", "audio_url", "input_audio")
-_KEYS = ("source", "url", "path", "base64", "bytes", "data")
-MEDIA_KEYS = {"image": ("image", "image_url", *_KEYS), "audio": (*_AUDIO_PARTS, *_KEYS), "video": VIDEO_KEYS}
+_AUDIO_PARTS = AUDIO_KEYS
+_KEYS = ("source", *COMMON_KEYS)
+MEDIA_KEYS = {"image": (*IMAGE_KEYS, *_KEYS), "audio": (*AUDIO_KEYS, *_KEYS), "video": VIDEO_KEYS}
 """Keys of parts of a message under which their image, clip or video may be, by the parts' types."""
 _DESCRIBING = {"type", "detail", "format", "media_type"}
 """Keys beside an image or clip in OpenAI's and Anthropic's parts."""

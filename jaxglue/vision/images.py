@@ -36,8 +36,10 @@ _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
 _IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Pillow's modes that PNG files keep."""
-_KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "base64", "bytes", "data")
-"""Keys under which parts of messages and rows hold an image, or a clip of audio."""
+IMAGE_KEYS, AUDIO_KEYS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
+COMMON_KEYS = "url", "path", "base64", "bytes", "data"
+"""Keys under which parts of messages and rows hold an image, a clip of audio, or either."""
+_KEYS = (*IMAGE_KEYS, *AUDIO_KEYS, *COMMON_KEYS)
 Kind = Literal["image", "clip", "frame"]
 """Image, clip of audio, or frame of a video."""
 
