@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +44,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.rollout_policy import Teacher
 from jaxglue.training.setup import resolve_model
 from jaxglue.training.step import check_fp8, loss_and_gradients, multiply_in_fp8, prepare_steps, update
+from jaxglue.vision.processor import Processor
 from jaxglue.vision.rows import PlacedImage, PromptImages, RowImages, read_prompt
 
 _log = logging.getLogger(__name__)
@@ -486,10 +487,14 @@ class Session:
         """Return the model as it is now, for `DistillationLoss`."""
         return Teacher(self._parts.executor, self._state.trainable, self._state.frozen)
 
+    @cached_property
+    def _processor(self) -> Processor | None:
+        """Return the processor of the model's images; None for a model that sees none."""
+        return read_vision(self._setup.base.folder, self._data.image_max_tokens, self.tokenizer)
+
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
-        size, limit = self._setup.model.vocab_size, config.image_max_tokens
-        processor = read_vision(self._setup.base.folder, limit, self.tokenizer)
-        prepared = prepare_data(config, self.tokenizer, size, columns=columns, processor=processor)
+        size = self._setup.model.vocab_size
+        prepared = prepare_data(config, self.tokenizer, size, columns=columns, processor=self._processor)
         if prepared.readers and self.image_rules is None:
             raise ValueError("the rows have images, and the session has no tower: open it with images=True")
         return prepared
