@@ -21,7 +21,7 @@ CALLERS = (
     *("jaxglue.api.session", "jaxglue.commands", "jaxglue.rl", "jaxglue.serve", "jaxglue.tinker", "jaxglue.training"),
     *("jaxglue.engine.executor.Executor", "jaxglue.generation.engine.Engine"),
 )
-"""Of these, packages, modules and classes that only call shared programs, but for `PARTS`."""
+"""Packages, modules and classes that only call shared programs, except for `PARTS`."""
 PARTS = tuple(f"jaxglue.training.{module}" for module in ("adamw", "optimizer", "partwise"))
 _programs: dict[Hashable, Any] = {}
 

@@ -39,7 +39,7 @@ class DecodeCost:
     token_bytes: float
     """Of a token in the cache of all layers."""
     state_bytes: float
-    """Of an answer's states in recurrent layers, which a step reads and writes."""
+    """Bytes of an answer's states in recurrent layers; each step reads and writes them."""
     layers: int
 
     @classmethod

@@ -157,7 +157,7 @@ def may_run_in_steps(config: TrainConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownRows:
-    """What is known of a run's rows before its plan; fields but the first are as of `Workload`."""
+    """What is known of a run's rows before its plan; `Workload` explains all fields but `has_data`."""
 
     has_data: bool = True
     """The run reads them, rather than a session's caller."""

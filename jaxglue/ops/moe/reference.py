@@ -43,7 +43,7 @@ class ExpertLora:
     down: ExpertAdapter | None = None
     """A [E, R, F] and B [E, D, R]."""
     scales: tuple[float, float] = (1.0, 1.0)
-    """Of both, which may have ranks and alphas of their own."""
+    """Scales of both adapters, whose ranks and alphas may differ."""
     ranks: Bool[Array, "M R"] | None = None
     """Ranks that each token uses, or [1, R] for all tokens; None where all use all."""
 
