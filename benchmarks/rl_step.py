@@ -222,10 +222,14 @@ class Benchmark:
     def compile_sampling(self, *, shorter: int = 16, drafts: bool = False) -> None:
         """Compile windows of all sizes, which answers do not wait for: in a run, its first steps go on meanwhile.
 
-        Answers are uneven, so that the rows of prompts are compiled, too, which begin when some have ended.
+        Then few prompts and fewer, in rows of every size: those of prompts that begin when some answers have ended.
         """
         with patch.object(WindowSizes, "give_up", lambda sizes: None):  # as answers' end does of those not begun
             self.sample(shorter=shorter, drafts=drafts)
+        part = 2
+        while part <= len(self.prompts):
+            self.sample(shorter=self.args.longest, part=part, drafts=drafts)
+            part *= 2
 
     def given(self, *, forced: bool = False) -> list[Group]:
         """Return answers of random tokens, all of the greatest length or of the forced ones."""
