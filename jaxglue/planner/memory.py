@@ -15,7 +15,7 @@ from jaxglue.models.parameters import Params
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.cost import Cost
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
-from jaxglue.planner.vision import tower_block
+from jaxglue.planner.vision import tower_block, tower_in_steps
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
 
@@ -173,9 +173,11 @@ class PeakMemory:
 
     @property
     def _tower_at_work(self) -> int:
-        """Return the bytes of a tower that runs between steps, with its values."""
+        """Return the bytes of a tower's values where the text's are not there; between steps it comes by itself."""
         work = self.workload
-        return self.resident.host_tower + tower_block(work.config, work.dtype) if work.host_tower else 0
+        if work.host_tower:
+            return self.resident.host_tower + tower_block(work.config, work.dtype)
+        return tower_in_steps(work)
 
     @property
     def _layer_inputs(self) -> int:

@@ -65,14 +65,15 @@ class TowerCost:
 def tower_seconds(workload: Workload, gpu: Gpu) -> float:
     """Return the time of a tower that runs in each step, for a micro-batch on a GPU; 0 without one.
 
-    Where it trains, its blocks run once more for their gradients, which take as long as the forward pass, and again as
-    long where weights have some.
+    For gradients to its projector it runs a second time, after the text. Where all of it trains, its blocks run once
+    more then, and their gradients take twice as long as the forward pass, or three times where weights have some.
     """
     if workload.tower is None or workload.config.vision is None:
         return 0.0
-    passes = 1 if workload.config.vision.trains != "all" else 3 if workload.lora is not None else 4
+    passes = {"none": 1, "projector": 2, "all": 5 if workload.lora is not None else 6}[workload.config.vision.trains]
     images = workload.tower.images * workload.batch_size * workload.seq_len
-    return passes * images * TowerCost(workload.config, round(workload.tower.patches)).seconds(gpu)
+    image = TowerCost(workload.config, round(workload.tower.patches)).seconds(gpu)
+    return fitted.TOWER_IN_STEPS * passes * images * image
 
 
 def tower_block(config: DecoderConfig, dtype, patches: int = _ROW) -> int:
@@ -84,21 +85,29 @@ def tower_block(config: DecoderConfig, dtype, patches: int = _ROW) -> int:
     return patches * (8 * tower.width * size + tower.intermediate * (4 + size * len(tower.names.up)))
 
 
-def tower_bytes(config: DecoderConfig, tokens: int, dtype, *, between: bool = False) -> int:
-    """Return the bytes on a GPU of images' values beside the text's: features of full rows, and a tower at work.
+def tower_in_steps(workload: Workload) -> int:
+    """Return the bytes of a tower's values in a step, where it runs: the text's are not there yet, or any more."""
+    tower = workload.config.vision
+    if tower is None or (workload.tower is None and tower.trains == "none"):
+        return 0
+    patches = workload.tokens * tower.merge**2
+    block = tower_block(workload.config, workload.dtype, patches)
+    if tower.trains == "none":
+        return block
+    inputs = patches * tower.width * jnp.dtype(workload.dtype).itemsize * tower.layers
+    return 3 * block + (inputs if tower.trains == "all" else 0)
+
+
+def feature_bytes(config: DecoderConfig, tokens: int, dtype) -> int:
+    """Return the bytes of images' features in full rows of a micro-batch, which are there while the text's values are.
 
     Args:
         config: with the tower.
         tokens: of a micro-batch.
         dtype: of activations.
-        between: the tower runs between steps, when the text's values are not there.
     """
-    tower, size = config.vision, jnp.dtype(dtype).itemsize
+    tower = config.vision
     if tower is None:
         return 0
-    in_steps = tower.trains != "none"
-    patches = tokens * tower.merge**2 if in_steps else _ROW
-    block = 0 if between else tower_block(config, dtype, patches)
-    saved = patches * tower.width * size * tower.layers if in_steps else 0
     features = 2 * tower.feature_width(config.hidden_size) + tower.layers_seen * config.hidden_size
-    return tokens * features * size + (3 if in_steps else 1) * block + saved
+    return tokens * features * jnp.dtype(dtype).itemsize

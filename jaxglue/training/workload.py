@@ -19,7 +19,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.draft import DRAFTS
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.wrapper import text_config
-from jaxglue.planner.vision import tower_bytes
+from jaxglue.planner.vision import feature_bytes, tower_block
 from jaxglue.planner.workload import TowerWork, Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_dropout, check_model
@@ -186,6 +186,7 @@ def make_workload(
         rows: what is known of them; a mesh of several GPUs has the tower on each.
     """
     host_tower = rows.host_tower and mesh.devices == 1
+    runs_beside = not host_tower and rows.tower is None and config.model.train_vision == "none"
     optimizer, dtype, kind = config.optimizer, config.model.compute_dtype, config.objective.kind
     others = [nnx.state(abstract_model(other, dtype=dtype)) for other in other_models(config)]
     tokens = config.run.batch_size // mesh.batch_shards * config.data.row_tokens
@@ -207,7 +208,8 @@ def make_workload(
         reference=kind.needs_reference and may_run_in_steps(config),
         other_models=sum(map(tree_bytes, others))
         + draft_bytes(config, model, mesh)
-        + tower_bytes(model, tokens, dtype, between=host_tower),
+        + feature_bytes(model, tokens, dtype)
+        + (tower_block(model, dtype) if runs_beside else 0),
         host_tower=host_tower,
         tower=rows.tower,
         targets=rows.targets,

@@ -13,9 +13,10 @@ from flax import nnx
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import abstract_model, config_from_hf, with_vision
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.calibration import TOWER_IN_STEPS
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.vision import TowerCost, tower_seconds
+from jaxglue.planner.vision import TowerCost, tower_in_steps, tower_seconds
 from jaxglue.planner.workload import TowerWork, Workload
 from jaxglue.settings.recipe import SHIPPED
 from jaxglue.vision.processor import read_processor
@@ -58,7 +59,8 @@ def test_a_tower_that_runs_in_each_step_takes_its_time():
         work = Workload(config=config, batch_size=2, seq_len=512, lora=lora, tower=tower, gradient_accumulation_steps=3)
         image = TowerCost(config, 64).seconds(gpu)
         passes[trains, lora is None] = tower_seconds(work, gpu) / (0.01 * 2 * 512 * image)
-    assert [*passes.values()] == pytest.approx([1, 1, 3, 4]) and tower_seconds(replace(work, tower=None), gpu) == 0
+    assert [*passes.values()] == pytest.approx([TOWER_IN_STEPS * count for count in (1, 2, 5, 6)])
+    assert tower_seconds(replace(work, tower=None), gpu) == 0
     with_tower, without = (Planner(w, gpu).plan(parse_policy("full")) for w in (work, replace(work, tower=None)))
     assert with_tower.seconds - without.seconds == pytest.approx(3 * tower_seconds(work, gpu))
 
@@ -74,3 +76,16 @@ def test_a_tower_between_steps_takes_none_of_their_memory():
     needs = [each.memory(parse_policy("full")) for each in (on_device, apart)]
     assert needs[0].host_bytes + tower == needs[1].host_bytes
     assert needs[1].device_bytes >= apart.resident.total() + tower
+
+
+@pytest.mark.parametrize("seq_len", [512, 8192])
+def test_a_tower_in_steps_takes_its_memory_where_the_text_takes_none(seq_len):
+    raw, gpu = json.loads((SHIPPED / "quickstart" / "seeing" / "config.json").read_text()), find_gpu("H200")
+    raw["text_config"] |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = with_vision(config_from_hf(raw), raw, trains="all")
+    work = Workload(config=config, batch_size=2, seq_len=seq_len, lora=LoraConfig(), tower=TowerWork(0.01, 64.0))
+    predictor = Planner(work, gpu).predictor
+    text = Planner(replace(work, config=with_vision(config_from_hf(raw), raw), tower=None), gpu).predictor
+    need, of_text = (each.memory(parse_policy("full")).device_bytes for each in (predictor, text))
+    at_work = predictor.resident.total() + tower_in_steps(work)
+    assert at_work <= need < at_work + of_text - text.resident.total()
