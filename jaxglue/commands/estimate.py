@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 from rich.box import SIMPLE_HEAD
@@ -19,6 +20,7 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import with_vision
+from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
@@ -27,7 +29,8 @@ from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
-from jaxglue.planner.vision import TowerCost
+from jaxglue.planner.vision import TowerCost, tower_seconds
+from jaxglue.planner.workload import TowerWork
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.terminal.console import Console
 from jaxglue.training.checks import check_mesh, why_prompts_are_copied
@@ -50,24 +53,43 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
     folder = model_path(config.model.model, config.model.revision, weights=False)
     model = read_architecture(config, folder)
-    if config.images is not None and config.image_size is None:
-        raise ValueError("--images needs the pixels of one: add --image-size, such as --image-size 1024x768")
-    if config.image_size is not None:
-        _pixels(config.image_size)  # before a plan is made
-    if config.image_size is not None and model.vision is None:
-        raw = read_config(folder)
-        model = with_vision(model, raw, **normalization(folder, raw))
+    model, tower = _seeing(config, folder, model)
     config = settle(config, model, devices=mesh.devices)
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
     check_mesh(config, model, mesh, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
-    host_tower = config.image_size is not None and config.model.train_vision == "none"
-    workload = make_workload(config, model, documents, mesh, KnownRows(host_tower=host_tower))
+    host_tower = config.image_size is not None and tower is None
+    workload = make_workload(config, model, documents, mesh, KnownRows(host_tower=host_tower, tower=tower))
     files = 0.0 if gpu.unified or why_not_mapped(Asked.of(config), mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(pool_gib(config.model.memory_limit, exchanges=mesh.devices > 1))
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
+
+
+def _seeing(config: EstimateConfig, folder: Path, model: DecoderConfig) -> tuple[DecoderConfig, TowerWork | None]:
+    """Return the model, with its tower where images are given, and the tower's work in steps, which are full of them.
+
+    It has none where features are kept.
+
+    Raises:
+        ValueError: settings of images without their size, or a model that sees none.
+    """
+    trains = config.model.train_vision
+    if config.image_size is None:
+        if config.images is None and trains == "none":
+            return model, None
+        flag = f"--train-vision {trains}" if config.images is None else "--images"
+        raise ValueError(f"{flag} needs the pixels of an image: add --image-size, such as --image-size 1024x768")
+    height, width = _pixels(config.image_size)
+    raw = read_config(folder)
+    model = with_vision(replace(model, vision=None), raw, trains=trains, **normalization(folder, raw))
+    if trains == "none" and config.model.image_features != "off":
+        return model, None
+    processor = read_processor(folder, raw, config.data.image_max_tokens)
+    assert processor is not None
+    grid = processor.grid(height, width)
+    return model, TowerWork(images=1 / processor.tokens(grid), patches=grid.patches)
 
 
 @without_collection()
@@ -125,9 +147,13 @@ def _images(config: EstimateConfig, planner: Planner, plan: Plan | None) -> str:
         f"{grid.rows * processor.patch:,}: {tokens:,} tokens, {workload.row_tokens // tokens:,} in a row of "
         f"{workload.row_tokens:,}; the tower takes {sum(cost.flops) / 1e12:.1f} TFLOP an image, ~{1e3 * seconds:.0f} ms"
     )
-    if config.model.train_vision != "none":
-        return f"{line}, several times in each step"
-    share = "" if plan is None else f" (+{seconds * workload.tokens / tokens / plan.seconds:.0%} of that time)"
+    steps = workload.gradient_accumulation_steps
+    if workload.tower is not None:
+        in_step = steps * tower_seconds(workload, planner.gpu)
+        share = "" if plan is None else f", {in_step / plan.seconds:.0%} of that time"
+        return f"{line} a pass and ~{1e3 * in_step:,.0f} ms in each step whose rows are full of them{share}"
+    seconds_full = steps * seconds * workload.tokens / tokens
+    share = "" if plan is None else f" (+{seconds_full / plan.seconds:.0%} of that time)"
     size = cost.feature_bytes(workload.dtype)
     features = f"{size / 1e6:.1f} MB of features an image in the host's memory"
     if config.images is not None:

@@ -194,6 +194,27 @@ def test_images_are_counted_with_their_features(tmp_path, capsys):
     main(["estimate", *flags, "2048x1024", "--image-max-tokens", "512"])
     smaller = " ".join(capsys.readouterr().out.split())
     assert "2,048 × 1,024 pixels become 1,024 × 512: 512 tokens" in smaller and "for 3,000 images" not in smaller
-    with pytest.raises(SystemExit):
-        main(["estimate", *flags[:-1], "--images", "9"])
-    assert "--images needs the pixels of one: add --image-size" in capsys.readouterr().err
+    for given in (["--images", "9"], ["--train-vision", "all"]):
+        with pytest.raises(SystemExit):
+            main(["estimate", *flags[:-1], *given])
+        error = capsys.readouterr().err
+        assert given[0] in error and "add --image-size" in error
+
+
+def test_towers_in_steps_are_part_of_their_time(tmp_path, capsys):
+    raw = json.loads((Path(command.__file__).parents[1] / "recipes/quickstart/seeing/config.json").read_text())
+    raw["vision_config"] |= {"hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "depth": 27}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    def times(*flags):
+        main(["estimate", "--model", str(tmp_path), "--gpu", "H200", "--seq-len", "1024", "--image-size", "64", *flags])
+        printed = " ".join(capsys.readouterr().out.split())
+        tower = re.search(r"~([\d,]+) ms in each step", printed)
+        rate = re.search(r"~([\d,]+) tokens/s", printed)
+        return tower and int(tower[1].replace(",", "")), int(rate[1].replace(",", ""))
+
+    kept, each = times(), times("--image-features", "off")
+    trains, four = times("--train-vision", "all"), times("--train-vision", "all", "--gradient-accumulation-steps", "4")
+    assert kept[0] is None and trains[0] == pytest.approx(5 * each[0], abs=3)
+    assert four[0] == pytest.approx(4 * trains[0], abs=3)
+    assert kept[1] > each[1] > trains[1] and 1024 / trains[1] > trains[0] / 1e3
