@@ -8,17 +8,19 @@ import jax
 import numpy as np
 from jax._src.core import trace_state_clean
 
+from jaxglue.hf import loading
+
 _SIZES = 1024, 65536
 """Bounds of the powers of two: larger arrays are of tests on GPUs, and stay there."""
 
 
 def share_draws() -> None:
-    """Let `jax.random.normal` and `uniform` draw a power of two of values, of which an array is the first ones.
+    """Let normal and uniform arrays be the first ones of a power of two of values.
 
     JAX counts the values of an array, whatever its shape: these are the same bits.
     """
-    for draw in (jax.random.normal, jax.random.uniform):
-        setattr(jax.random, draw.__name__, _first_of_many(draw))
+    for module, name in ((jax.random, "normal"), (jax.random, "uniform"), (loading, "_normal")):
+        setattr(module, name, _first_of_many(getattr(module, name)))
 
 
 def _first_of_many(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
