@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -80,19 +81,27 @@ def _refuse_images(raw: Mapping[str, Any]) -> None:
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
     """Build a model with random weights in `dtype`; `abstract_model` has shapes only."""
-    family = find_family(config.model_type)
+    return _build(config, find_family(config.model_type), dtype, rngs)
+
+
+def abstract_model(config: DecoderConfig, *, dtype=jnp.bfloat16) -> CausalLM:
+    """Build a model with shapes and dtypes for arrays: one layer of each kind, copied for the others."""
+    kinds = sorted(set(config.first_of_kind))
+    model = nnx.merge(*_abstract(config.with_layers(kinds), find_family(config.model_type), dtype))
+    model.layers = nnx.List([nnx.clone(model.layers[kinds.index(first)]) for first in config.first_of_kind])
+    model.config = config
+    return model
+
+
+@lru_cache(maxsize=16)  # a command asks for the same model several times
+def _abstract(config: DecoderConfig, family: Family, dtype) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: _build(config, family, dtype, nnx.Rngs(0))))
+
+
+def _build(config: DecoderConfig, family: Family, dtype, rngs: nnx.Rngs) -> CausalLM:
     parts, layer = family.parts, family.layer or DecoderLayer
 
     def make_layer(index: int) -> DecoderLayer:
         return layer(config, parts, config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, parts, make_layer, dtype=dtype, rngs=rngs)
-
-
-def abstract_model(config: DecoderConfig, *, dtype=jnp.bfloat16) -> CausalLM:
-    """Build a model with shapes and dtypes for arrays: one layer of each kind, copied for the others."""
-    kinds = sorted(set(config.first_of_kind))
-    model = nnx.eval_shape(lambda: build_model(config.with_layers(kinds), dtype=dtype, rngs=nnx.Rngs(0)))
-    model.layers = nnx.List([nnx.clone(model.layers[kinds.index(first)]) for first in config.first_of_kind])
-    model.config = config
-    return model

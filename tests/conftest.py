@@ -24,11 +24,13 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # lines of sources, written into every operation
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_once import share_draws
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -40,6 +42,8 @@ from jaxglue.engine import program_cache
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import pack_segments
+
+share_draws()
 
 
 def pytest_addoption(parser):

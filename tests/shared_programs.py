@@ -11,7 +11,7 @@ from jaxglue.engine.compiler import _whole_products, rounds_as_written
 from jaxglue.ops.backend import _overrides, _planned_capability
 from jaxglue.sharding.rules import SINGLE_DEVICE
 
-RUNS = ("commands", "rl", "serve", "tinker_server", "training")
+RUNS = ("commands", "objectives", "rl", "serve", "tinker_server", "training")
 """Folders of tests that share; those of the others test programs themselves."""
 OWN = {"own_programs", "interpreted", "gpu_target"}
 """Fixtures of tests with programs of their own: they count what is compiled, or choose kernels."""

@@ -1,6 +1,7 @@
 """Drafts: answers with them are those without, token by token, whatever decides a token."""
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ HYBRID = {
 }
 EXPERTS = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS |= {"first_k_dense_replace": 0, "num_hidden_layers": 1}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 1}
 WINDOWS = {"model_type": "mistral", "sliding_window": 16}
 LATENT = {
     **{"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
@@ -72,13 +74,18 @@ def engine_of(model, head=None, drafts=0, **options):
     return ENGINES[key]
 
 
-def requests():
+def requests(kinds=tuple(SETTINGS)):
     """Prompts of several lengths with settings of several kinds, one of which has two answers."""
     rng = np.random.default_rng(0)
-    for index, (length, settings) in enumerate(zip((1, 2, 5, 40), SETTINGS.values(), strict=True)):
-        sampling = SamplingConfig(max_tokens=30 + index, seed=3, **settings)
+    for index, (length, kind) in enumerate(zip((1, 2, 5, 40), cycle(kinds), strict=False)):
+        sampling = SamplingConfig(max_tokens=30 + index, seed=3, **{"top_p": 1.0} | SETTINGS[kind])
         prompt = rng.integers(0, 6, length).tolist()
-        yield Request(prompt, sampling, index, n=1 + (index == 2), logit_bias={4: 0.5} if index == 1 else {})
+        biased = index == 1 and kinds == tuple(SETTINGS)
+        yield Request(prompt, sampling, index, n=1 + (index == 2), logit_bias={4: 0.5} if biased else {})
+
+
+PLAIN = "greedy", "drawn"
+"""Kinds whose settings change no probabilities: their programs are small."""
 
 
 def answers(engine, trees, asked, **options):
@@ -118,15 +125,15 @@ def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
 @pytest.mark.parametrize("words", [[2], repeat([0, 1, 2, 3, 4, 5])])
 def test_drafts_among_frequent_words_change_no_answer(words, tiny_model):
     model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
-    expected = answers(engine_of(model), trees, requests(), slots=3)
+    expected = answers(engine_of(model), trees, requests(PLAIN), slots=3)
     weights = {"draft": drafted[1]["draft"], "draft_words": words_of(model[0], trees, words)}
     loaded = LoadedHead(Drafting(head, 2), weights)
     engine = Engine(*model, dtype=jnp.float32, drafting=loaded.drafting)
-    check_equal(answers(engine, loaded.beside(trees), requests(), slots=3), expected)
+    check_equal(answers(engine, loaded.beside(trees), requests(PLAIN), slots=3), expected)
     assert 0 < engine.drafts.accepted < engine.drafts.made
     if len(words) == model[1].vocab_size:
         whole = Engine(*model, dtype=jnp.float32, drafting=Drafting(head, 2))
-        answers(whole, drafted, requests(), slots=3)
+        answers(whole, drafted, requests(PLAIN), slots=3)
         assert whole.drafts.accepted == engine.drafts.accepted
 
 
@@ -151,11 +158,11 @@ class Alternating(DraftRule):
 
 
 @pytest.mark.parametrize(
-    ("family", "turns"), [(EXPERTS, (2, 0)), repeat(HYBRID, (2, 0, 1, 3)), repeat(MAMBA, (2, 0, 1, 3))]
+    ("family", "turns"), [(DENSE, (2, 0)), repeat(HYBRID, (2, 0, 1, 3)), repeat(MAMBA, (2, 0, 1, 3))]
 )
 def test_the_number_of_drafts_may_change_with_each_window(family, turns, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
-    asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests()]
+    asked = [replace(each, sampling=replace(each.sampling, max_tokens=70)) for each in requests(PLAIN)]
     expected = answers(engine_of(model), trees, asked, slots=3)
     monkeypatch.setattr("jaxglue.generation.engine.DraftRule", Alternating)
     monkeypatch.setattr(Alternating, "turns", turns)
@@ -166,7 +173,7 @@ def test_the_number_of_drafts_may_change_with_each_window(family, turns, tiny_mo
 
 def check_read(engine, trees):
     """Compare the head's keys of a decoded text with those of the same text as a prompt."""
-    prompt, sampling = [1, 3, 0, 2], SamplingConfig(max_tokens=60, temperature=1.0)
+    prompt, sampling = [1, 3, 0, 2], SamplingConfig(max_tokens=60, temperature=1.0, top_p=1.0)
     plan = engine.plan([Request(prompt, replace(sampling, max_tokens=80))])
 
     def keys(prompt, sampling):
@@ -188,7 +195,7 @@ def check_read(engine, trees):
     np.testing.assert_allclose(decoded[:known], whole[:known], atol=1e-5)
 
 
-@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
+@pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 @pytest.mark.parametrize("turns", [(2, 0), repeat((0,)), repeat((2,))])
 def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model, monkeypatch):
     model, _, head, drafted = made(family, tiny_model, vocab_size=6)
@@ -199,8 +206,8 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model
 
 
 def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
-    model, _, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
-    sampling, sizes = SamplingConfig(max_tokens=70), list[tuple[int, int]]()
+    model, _, head, drafted = made(DENSE, tiny_model, vocab_size=6)
+    sampling, sizes = SamplingConfig(max_tokens=70, temperature=1.0, top_p=1.0), list[tuple[int, int]]()
     asked = [Request([1, 2, 3], replace(sampling, max_tokens=length)) for length in (40, *[70] * 3)]
     compile_window = EnginePrograms.compile_window
 
@@ -241,10 +248,10 @@ class Falling:
     is_complete = is_over = False
 
 
-@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
+@pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 def test_answers_by_a_grammar_are_drafted(family, tiny_model):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
-    asked = [replace(each, grammar=Falling() if each.index % 2 else None) for each in requests()]
+    asked = [replace(each, grammar=Falling() if each.index % 2 else None) for each in requests(PLAIN)]
     engine = engine_of(model, head, 2)
     found = answers(engine, drafted, asked, slots=3)
     for (number, _), (tokens, _, _) in found.items():
@@ -255,9 +262,9 @@ def test_answers_by_a_grammar_are_drafted(family, tiny_model):
 
 
 def test_a_text_that_goes_on_is_drafted(tiny_model):
-    model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
+    model, trees, head, drafted = made(DENSE, tiny_model, vocab_size=6)
     first = np.random.default_rng(2).integers(0, 5, 130).tolist()
-    sampling = SamplingConfig(max_tokens=20)
+    sampling = SamplingConfig(max_tokens=20, temperature=1.0, top_p=1.0)
     found = []
     for engine, weights in (
         (engine_of(model), trees),
@@ -329,10 +336,10 @@ def test_drafts_are_tried_again_after_a_text_on_which_they_failed():
     assert 20 < windows < 500
 
 
-@pytest.mark.parametrize("family", [EXPERTS, repeat(HYBRID)])
+@pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model)
-    asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0))]
+    asked = [Request([3, 1, 4], SamplingConfig(max_tokens=40, temperature=1.0, top_p=1.0))]
     (expected,) = engine_of(model).generate(*trees, asked)
     text = jnp.asarray([3, 1, 4, *expected.tokens])
 

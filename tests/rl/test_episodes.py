@@ -70,7 +70,7 @@ class Counter:
 
     def hang(self) -> str:
         """Never return."""
-        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], cwd=os.path.dirname(__file__))
         time.sleep(1000)
 
     def leave(self) -> str:
@@ -469,10 +469,11 @@ def test_an_episode_that_dies_is_named_and_counts_as_chosen(play, games, caplog,
     np.testing.assert_equal(dead.episode.rewards, {"Counter": np.nan if fate == "drop" else 0.0})
     assert dead.episode.died.startswith(reason) and other.episode.rewards == {"Counter": 0.4}
     for _ in range(50):
-        if not any(child.name() == "sleep" for child in psutil.Process().children(recursive=True)):
+        sleeping = [p for p in psutil.process_iter(["name", "cwd"]) if p.info["name"] == "sleep"]
+        if not (left := [p for p in sleeping if p.info["cwd"] == str(games.parent)]):
             break
         time.sleep(0.1)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
+    assert not left
 
 
 FAULTS = {
