@@ -28,7 +28,7 @@ from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
-from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, plain_pieces, split_at
+from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, UnmarkedError, plain_pieces, split_at
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.vision.records import ImageRecord, ImageRecords
@@ -44,10 +44,11 @@ _EMPTY_THINKING = re.compile(r"(?:(?:<think>)?\s*</think>\s*)?")
 
 
 class ChatSplitter:
-    """Splitter of chats where their loss mask changes, and inside special tokens that are text."""
+    """Splitter of chats where their loss mask changes, and inside special tokens that are text; see `Encoder`."""
 
-    def __init__(self, template: ChatTemplate, loss_on: str, *, mask_empty_thinking: bool = False):
+    def __init__(self, template: ChatTemplate, loss_on: str | None, *, mask_empty_thinking: bool = False):
         self._template, self._all, self._last = template, loss_on == "all", loss_on == "last-turn"
+        self._needs_turns = loss_on is not None
         self._mask_empty_thinking = mask_empty_thinking
         self._check = TemplateCheck(template)
 
@@ -73,7 +74,12 @@ class ChatSplitter:
         turns = [flag for message, flag in zip(messages, trained, strict=True) if message["role"] == "assistant"]
         if any(flag for message, flag in zip(messages, trained, strict=True) if message["role"] != "assistant"):
             raise ValueError("only an assistant's message can have a weight ('weight' or 'train') of its own")
-        text, spans = self._template.render_with_spans(messages, tools)
+        try:
+            text, spans = self._template.render_with_spans(messages, tools)
+        except UnmarkedError:
+            if self._needs_turns:
+                raise
+            return self._template.render(messages, tools), []
         if self._mask_empty_thinking:
             spans = [(_EMPTY_THINKING.match(text, start, end).end(), end) for start, end in spans]  # type: ignore[union-attr]
         if self._last and spans:
@@ -101,6 +107,17 @@ class Encoder:
     Documents are tokenized in pieces split where the loss mask changes, so that prompts have the same tokens as in
     generation and the mask is exact.
 
+    Args:
+        tokenizer: of the documents.
+        format: of the rows.
+        loss_on: tokens with loss; None where the mask is not read: documents without it are tokenized whole.
+        system: message of chats that have none.
+        columns: numbers of each row, with the values of those that lack them.
+        allowed: special tokens that messages may hold.
+        mask_empty_thinking: leave it out of the loss.
+        images: of models that see.
+        remedy: ends the errors about documents whose mask cannot be made.
+
     Raises:
         ValueError: chats without a chat template, texts without an end-of-text token, or a tokenizer that adds
             something other than a space to each piece, where pieces are needed.
@@ -111,18 +128,21 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         format: str,
-        loss_on: str,
+        loss_on: str | None,
         system: str = "",
         columns: Columns = NO_COLUMNS,
         allowed: Sequence[str] = (),
         mask_empty_thinking: bool = False,
         images: ImageRules | None = None,
+        remedy: str = "",
     ):
-        self._images = images
+        self._images, self._remedy = images, remedy
         self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
         """Columns of numbers that are read beside the documents."""
-        self.format, self._all, self._system = format, loss_on == "all", system
         self._tokenize = PieceTokenizer(tokenizer.backend_tokenizer)
+        if loss_on is None and not self._tokenize.exact:
+            loss_on = "all"
+        self.format, self._all, self._system = format, loss_on == "all", system
         is_chat = format in CHATS
         chat_loss = "all" if loss_on == "completion" and format in WHOLE_CHATS else loss_on
         template = ChatTemplate(tokenizer, allowed) if is_chat or tokenizer.chat_template else None
@@ -134,7 +154,7 @@ class Encoder:
         self._ends = str(tokenizer.bos_token), str(tokenizer.eos_token)
         self._findings: Counter[str] = Counter()
         if format != "text" and not self._all and not self._tokenize.exact:
-            hint = "use --loss-on all, or a tokenizer without that"
+            hint = f"use a tokenizer without that{remedy}"
             raise ValueError(f"the tokenizer's normalizer adds to texts, so loss masks would be inexact: {hint}")
 
     def encode(self, rows: Sequence[Row]) -> Encoded:
@@ -176,6 +196,8 @@ class Encoder:
                 if isinstance(text, str):
                     require_unicode(text)
             return documents
+        except UnmarkedError as error:
+            raise ValueError(f"{row.origin}: {error}{self._remedy}") from error
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 

@@ -173,11 +173,11 @@ class ChatTemplate:
             tools: protected too.
 
         Raises:
-            ValueError: no assistant turn, or a template that none of these methods handles.
+            UnmarkedError: no assistant turn, or a template that none of these methods handles.
         """
         if not any(message["role"] == "assistant" for message in messages):
             roles = ", ".join(sorted({message["role"][:100] for message in messages}))
-            raise ValueError(f"no assistant turn to train on, only of {roles}: remove the row or use --loss-on all")
+            raise UnmarkedError(f"no assistant turn to train on, only of {roles}: remove the row")
         if _GENERATION.search(self._source(tools)):
             return self._render(messages, tools, return_assistant_tokens_mask=True)
         text = self.render(messages, tools)
@@ -459,14 +459,18 @@ def _calls(message: dict[str, Any]) -> int:
     return len(message.get("tool_calls") or ())
 
 
-class _UnstableTemplateError(ValueError):
+class UnmarkedError(ValueError):
+    """A conversation in which no assistant's turns are found; a loss on all of its tokens needs none."""
+
+
+class _UnstableTemplateError(UnmarkedError):
     """The rendering of a conversation does not begin with that of its first messages."""
 
     def __init__(self, turn: int):
         super().__init__(
             f"the chat template is not prefix-stable at message {turn + 1}: the conversation does not begin with the "
-            "rendering of its first messages, so the assistant's tokens are ambiguous; use --loss-on all, or "
-            "--chat-template with a template that has {% generation %} markers"
+            "rendering of its first messages, so the assistant's tokens are ambiguous; use --chat-template with a "
+            "template that has {% generation %} markers"
         )
 
 

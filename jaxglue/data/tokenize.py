@@ -204,6 +204,7 @@ def make_encoder(
         columns=columns,
         **config.encoding,
         images=images,
+        remedy=", or use --loss-on all",
     )
 
 

@@ -36,7 +36,7 @@ def score_rows(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
         head = list(next(batched(rows, _CHUNK), ()))
         format = find_format(head, source, _detect if model.labels == 1 else detect_format)
         rules = None if model.rules is None else replace(model.rules, folder=image_folder(source))
-        given: dict[str, Any] = {"loss_on": "assistant", "system": config.system or "", "images": rules}
+        given: dict[str, Any] = {"loss_on": None, "system": config.system or "", "images": rules}
         encoder = Encoder(model.tokenizer, format=format, **given)
         for chunk in batched(chain(head, rows), _CHUNK):
             yield from zip(chunk, _score_chunk(model, encoder, chunk, 2 if format == PAIRS else 1), strict=True)

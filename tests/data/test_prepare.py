@@ -141,7 +141,11 @@ QA = {"question": "What is 1?", "answer": "1"}
             r"data.jsonl:1: message 2: arguments of a tool call: malformed JSON",
         ),
         ([{**QA, "image": None}, {**QA, "image": "b.png"}], {}, r"data.jsonl:2: 'image' is not read, as only text is"),
-        ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn to train on, only of user: remove"),
+        (
+            [{"messages": [USER]}],
+            {},
+            r"data.jsonl:1: no assistant turn to train on, only of user: remove the row, or use --loss-on all",
+        ),
         ([{"text": ""}], {}, "the loss mask leaves no token to train on in any row"),
         ([{"text": "What"}], {"vocab_size": 5}, r"token id \d+, but the model's vocabulary has 5 entries"),
         ([{"text": "What"}], {"eval_fraction": 0.1}, "eval_fraction=0.1 of 1 documents: no document would be held out"),

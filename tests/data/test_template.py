@@ -191,13 +191,13 @@ def test_loss_on_all_trains_every_token(make_tokenizer, format, row):
 
 
 def test_template_without_stable_prefixes_is_refused(make_tokenizer):
-    message = r"data.jsonl:7: the chat template is not prefix-stable at message 2.*--loss-on all.*generation"
+    message = r"data.jsonl:7: the chat template is not prefix-stable at message 2.*generation"
     with pytest.raises(ValueError, match=message):
         encode(make_tokenizer("unstable"), {"messages": TWICE})
 
 
 def test_chat_without_assistant_turn_is_refused(make_tokenizer):
-    with pytest.raises(ValueError, match=r"data.jsonl:7: no assistant turn.*--loss-on all"):
+    with pytest.raises(ValueError, match=r"data.jsonl:7: no assistant turn to train on, only of user: remove the row"):
         encode(make_tokenizer(), {"messages": HELLO[:1]})
 
 

@@ -89,6 +89,21 @@ def test_documents_beyond_the_limit_are_named(folders, write_jsonl):
         list(score_rows(ScoreConfig(adapter=folders[1], data=(data,))))
 
 
+def test_conversations_without_an_answer_are_scored(folders, make_tokenizer, write_jsonl):
+    """Classifiers read messages of users, and no score needs a loss mask, as an unstable template leaves none."""
+    user, assistant = ({"role": role, "content": "What is 3?"} for role in ("user", "assistant"))
+    chats = [[user], [user, assistant, user], [user, assistant, user, assistant]]
+    data = (write_jsonl([{"messages": chat} for chat in chats]),)
+    scorer = RewardScorer(AssistantConfig(adapter=folders[1]))
+    for template in ("plain", "unstable"):
+        tokenizer = make_tokenizer(template)
+        tokenizer.save_pretrained(folders[0])
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+        expected = scorer.score([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+        found = [scores for _, scores in score_rows(ScoreConfig(adapter=folders[1], data=data))]
+        assert found == [(pytest.approx(score, abs=1e-5),) for score in expected]
+
+
 def test_scores_are_of_the_images_among_the_tokens(tmp_path, folders):
     make_seeing(tmp_path / "seeing", "full_attention", depth=1)
     raw = read_config(tmp_path / "seeing") | {"architectures": ["Qwen3_5ForSequenceClassification"], "num_labels": 1}

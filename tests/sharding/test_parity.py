@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from flax import nnx
 from selection import repeat, repeats_parts_of
 
@@ -290,7 +291,8 @@ def test_pairs_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, obj
     split = place_batch(batches, mesh)
     chex.assert_trees_all_equal([batch.columns for batch in split], [batch.columns for batch in batches])
     got = Executor(graphdefs, config, mesh=mesh, **given).loss_and_gradients(*placed, split, 3.0)
-    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=3e-6)
+    # Entries of a gradient are sums of terms as large as its largest, to whose rounding they are alike.
+    assert_close(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), 3e-6)
 
 
 def random_rollouts(shape, seq_len: int, seed: int) -> Batch:
