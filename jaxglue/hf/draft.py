@@ -55,7 +55,10 @@ def find_draft(folder: str | Path, config: DecoderConfig) -> DraftFiles:
     """
     if config.model_type not in DRAFTS:
         known = ", ".join(sorted(DRAFTS))
-        raise ValueError(f"{config.model_type} has no draft head here: those of {known} are read")
+        raise ValueError(
+            f"{config.model_type} has no draft head here: those of {known} are read; leave out --train-draft and "
+            "--drafts, or name a head of jaxglue draft with --draft-model"
+        )
     names, model = DRAFTS[config.model_type].of(config.num_hidden_layers), open_checkpoint(folder)
     files = TensorFiles(sorted({info.file for info in (*model.tensors.values(), *model.others.values())}), names)
     if not files.tensors:

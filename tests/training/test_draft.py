@@ -202,5 +202,5 @@ def test_drafts_of_answers_need_a_head(with_weights, write_jsonl):
     rows = write_jsonl([{"question": "What?", "answer": "4"}] * 4, "prompts.jsonl")
     settings = {"objective": "grpo", "reward": ("exact",), "num_generations": 2, "generation_batch_size": 4}
     settings |= {"max_completion_length": 8}
-    with pytest.raises(ValueError, match="has no draft head here"):
+    with pytest.raises(ValueError, match=r"has no draft head here: .* or name a head of jaxglue draft with --draft-"):
         train(with_weights(data=(rows,), drafts="2", **settings))
