@@ -93,7 +93,11 @@ def _mixture(mixture: Any, _: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             raise ValueError(f"each data set needs a path, got {item!r:.100}")
         files = item.get("data_files")
-        names = [files] if isinstance(files, str) else files or [_named(name, None if subset == "default" else subset)]
+        names = (
+            [files]
+            if isinstance(files, str)
+            else files or [named_source(name, None if subset == "default" else subset)]
+        )
         split = _part(item.get("split", "train"), item.get("weight"))
         group = "eval_data" if split.startswith(("test", "validation")) else "data"
         sources[group] += [name if split == "train" else f"{name}?split={split}" for name in names]
@@ -114,7 +118,7 @@ def _mixer(mixer: Any, values: dict[str, Any]) -> dict[str, Any]:
         group = "eval_data" if "test" in split else "data"
         for index, (name, share) in enumerate(mixer.items()):
             part = split if group == "eval_data" else _part(split, share)  # held-out splits are read whole there
-            source = _named(name, configs[index] if configs else None)
+            source = named_source(name, configs[index] if configs else None)
             sources[group].append(source if part == "train" else f"{source}?split={part}")
     return {key: names for key, names in sources.items() if names}
 
@@ -149,13 +153,13 @@ def _part(split: str, share: Any) -> str:
     return f"{split}[:{100 * share:g}%]"
 
 
-def _named(name: str, subset: str | None) -> str:
+def named_source(name: str, subset: str | None) -> str:
     """Return a file as it is, and a name on the hub with our prefix."""
     return name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
 
 
 def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, Any]:
-    source = _named(name, subset)
+    source = named_source(name, subset)
     return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 

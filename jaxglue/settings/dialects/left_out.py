@@ -13,6 +13,7 @@ _REASONS = {
         *("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"),
         *("sample_packing_eff_est", "ignore_pad_token_for_loss", "preprocessing_batch_size", "buffer_size"),
         *("total_num_tokens", "data_shared_file_system", "dpo_padding_free"),
+        *("skip_prepare_dataset", "lazy_tokenize", "packing_length", "packing_num_proc"),
     ),
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
@@ -20,10 +21,12 @@ _REASONS = {
         *("enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
         *("activation_checkpointing", "activation_checkpointing_kwargs", "use_cache", "selective_checkpointing"),
         *("layer_offloading", "use_unsloth_gc", "use_reentrant_gc", "use_kv_cache"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "vit_gradient_checkpointing"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
         *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
-        *("flex_attention", "eager_attention", "use_eager_attention"),
+        *("flex_attention", "eager_attention", "use_eager_attention", "sage_attention", "attn_impl"),
+        *("gemma4_hybrid_attn_impl", "attention_backend"),
     ),
     "kernels are chosen by GPU and shape": (
         *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
@@ -36,7 +39,8 @@ _REASONS = {
         *("lora_embedding_kernel", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks", "tiled_mlp"),
         *("tiled_mlp_num_shards", "tiled_mlp_use_original_mlp", "deepcompile", "torch_compile_options"),
         *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
-        *("sdpa_varlen", "large_head_attention"),
+        *("sdpa_varlen", "large_head_attention", "use_scattermoe", "use_sonicmoe", "liger_rms_norm_gated"),
+        *("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "experts_impl", "moe_grouped_gemm"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -53,7 +57,17 @@ _REASONS = {
             "ray_num_workers",
             "accelerator_config",
             *("parallelism_config", "heads_k_stride", "ring_attn_func", "resources_per_worker", "master_addr"),
-            *("master_port",),
+            *(
+                "master_port",
+                "custom_sharded_layers",
+                "tensor_parallel_dim",
+                "tensor_parallel_plan",
+                "context_parallel_dim",
+            ),
+            *("data_parallel_shard_dim", "data_parallel_replicate_dim", "expert_parallel_num_nvl_bytes"),
+            *("expert_parallel_token_capacity", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("expert_model_parallel_size", "sequence_parallel", "sequence_parallel_size", "use_distributed_optimizer"),
+            *("overlap_param_gather", "overlap_grad_reduce", "zero_hpz_partition_size", "device_groups"),
         ),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
@@ -67,7 +81,7 @@ _REASONS = {
     "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
-        *("bnb_4bit_quant_storage", "bnb_config_kwargs"),
+        *("bnb_4bit_quant_storage", "bnb_config_kwargs", "bnb_4bit_use_double_quant"),
     ),
     "--quantize stores experts, too": ("quantize_moe_experts",),
     "sampling runs in the training process, on its weights": ("fast_inference", "max_lora_rank", "use_vllm"),
@@ -86,7 +100,13 @@ _REASONS = {
         *("use_comet", "use_swanlab", "use_otel_metrics", "hf_mlflow_log_artifacts"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
-    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
+    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": (
+        *("template", "chat_template", "tokenizer_use_mistral_common"),
+    ),
+    "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
+    "embedding tables keep the rows of the model's files": (
+        *("resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings", "resize_vocab"),
+    ),
     "config.json names the model's family": (
         *("model_type", "tokenizer_type", "is_llama_derived_model", "is_mistral_derived_model"),
         *("is_qwen_derived_model", "tokenizer_use_fast", "tokenizer_legacy"),
@@ -136,7 +156,9 @@ _REASONS = {
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
         *("log_completions_hub_repo",),
     ),
-    "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
+    "the cache knows what has changed": (
+        *("overwrite_cache", "tokenized_path", "load_from_cache_file", "dataset_keep_in_memory"),
+    ),
     "the tokenizer's own are used": ("pad_token",),
     "the console and metrics.jsonl have it": (
         *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
@@ -183,6 +205,7 @@ CHANGES = {
     NOTES[name]
     for name in (
         "template",
+        "alpaca_dataset",
         "dataset",
         "max_prompt_length",
         "dataset_shuffle",
@@ -220,6 +243,9 @@ REFUSED = {
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
     **dict.fromkeys(("fp8", "fp8_backend"), "--matmul fp8 multiplies in FP8"),
     **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
+    **dict.fromkeys(("qat", "quantizer"), "--serve-as trains an adapter for weights that are rounded when served"),
+    **dict.fromkeys(("teacher_model", "kd_loss", "kd_ratio"), "--objective distill learns from a teacher"),
+    "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
