@@ -342,7 +342,9 @@ DATASET_INFO = {
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "kto_tag": "ok"},
     },
-    "seen": {"file_name": "seen.json", "columns": {"images": "images"}},
+    "seen": {"file_name": "seen.json", "columns": {"images": "pictures", "videos": "videos", "audios": "sounds"}},
+    "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
+    "odd": {"file_name": "odd.json", "columns": {"depths": "depths"}},
     "far": {"ms_hub_url": "o/far"},
     "bare": {"formatting": "sharegpt"},
     "roles": {"file_name": "r.json", "formatting": "sharegpt", "tags": {"role_tag": "role", "user_tag": "asker"}},
@@ -363,9 +365,18 @@ def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
     assert config.data.eval_sources[0].columns == {"kto_tag": "ok"}
     (pairs,) = load_config(TrainConfig, write(f"{head}dataset: [pairs]\nstage: dpo\n")).data.sources
     assert (pairs.name, pairs.split, pairs.format, pairs.rows) == ("hf:o/pairs:fine", "held", "auto_chat", None)
+    (seen,) = load_config(TrainConfig, write(f"{head}dataset: seen\n")).data.sources
+    assert seen.columns == {"images": "pictures", "audios": "sounds"} and seen.format == "alpaca_chat"
+    books, plain = load_config(TrainConfig, write(f"{head}dataset: books,plain\nstage: pt\n")).data.sources
+    assert (books.format, books.columns, plain.format, plain.columns) == (
+        "text",
+        {"text": "body"},
+        "text",
+        {"text": "ask"},
+    )
     for name, message in (
         ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
-        ("seen", "dataset: seen: columns: images is not read: only text is trained on"),
+        ("odd", "dataset: odd: columns: depths is not read"),
         ("far", "dataset: far: ms_hub_url: only files and the Hugging Face hub are read"),
         ("bare", "dataset: bare: it has neither file_name nor hf_hub_url in .*dataset_info.json: add one"),
         ("roles", r"dataset: roles: tags: user_tag: expected human \| user, got 'asker'"),
