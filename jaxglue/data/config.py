@@ -12,11 +12,13 @@ from jaxglue.settings.config import (
     Alias,
     Config,
     Kind,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
     Requires,
+    Synonyms,
     is_jinja,
     plain_fields,
 )
@@ -187,8 +189,8 @@ class DataConfig(Config):
     its own, `chats.jsonl?format=messages&weight=2`."""
     eval_data: Annotated[tuple[str, ...], Alias("eval_dataset")] = ()
     """Held-out data, from the same kinds of sources."""
-    eval_fraction: Annotated[float, Range(ge=0, lt=1), Alias("val_set_size", "val_size")] = 0.0
-    """Fraction of `data` to hold out instead, sampled with `seed`."""
+    eval_fraction: Annotated[NonNegativeFloat, Alias("val_set_size", "val_size", "test_split_size")] = 0.0
+    """Fraction of `data` to hold out instead, sampled with `seed`; above 1, a number of documents."""
     split: Annotated[str, Alias("dataset_train_split", "dataset_split")] = "train"
     """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
@@ -224,7 +226,7 @@ class DataConfig(Config):
         | None
     ) = None
     """T: tokens in a packed row; by default 4,096, or the model's positions if those are fewer."""
-    overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
+    overlong: Annotated[Overlong, Alias("excess_length_strategy"), Synonyms(**{"raise": "error"})] = "truncate"
     """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut."""
     image_max_tokens: PositiveInt | None = None
     """Most tokens of an image, which is made smaller to fit; by default 2,048, or fewer if the model's files say so."""
@@ -256,6 +258,8 @@ class DataConfig(Config):
             value = getattr(self, name)
             if not all(item.strip() for item in ([value] if isinstance(value, str) else value)):
                 raise ValueError(f"{name}: an empty name would stand for the current folder: name a file or folder")
+        if self.eval_fraction == 1 or (self.eval_fraction > 1 and self.eval_fraction % 1):
+            raise ValueError(f"eval_fraction: expected below 1, or a number of documents, got {self.eval_fraction}")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction are both given: leave one out")
         _check_mixing(self.sources, self.mix_temperature)

@@ -281,18 +281,17 @@ def join_selections(selections: Sequence[Selection]) -> Selection:
 
 
 def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selection]:
-    """Hold out a random `eval_fraction` of the documents, preserving their order.
+    """Hold out a random `eval_fraction` of the documents, or that many of them, preserving their order.
 
     Raises:
         ValueError: either part would be empty.
     """
     total = len(selection.dataset)
-    count = round(total * config.eval_fraction)
+    share = config.eval_fraction
+    count = round(total * share) if share < 1 else round(share)
     if not 0 < count < total:
         held = "no document would be held out" if count == 0 else "no document would be left to train on"
-        raise ValueError(
-            f"eval_fraction={config.eval_fraction} of {total} documents: {held}; change it or use eval_data"
-        )
+        raise ValueError(f"eval_fraction={share:g} of {total} documents: {held}; change it or use eval_data")
     is_eval = np.zeros(total, np.bool_)
     is_eval[np.random.default_rng(config.seed).permutation(total)[:count]] = True
     return _part(selection, ~is_eval), _part(selection, is_eval)

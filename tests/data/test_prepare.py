@@ -51,6 +51,7 @@ def test_held_out_documents_are_disjoint_and_seeded(prepare, write_jsonl, chat_r
     path = write_jsonl(chat_rows(50))
     one, same, other = (prepare(path, eval_fraction=0.2, seed=seed) for seed in (0, 0, 1))
     assert not set(one.train.documents) & set(one.eval.documents)
+    assert {*prepare(path, eval_fraction=10).eval.documents} == {*one.eval.documents}
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
@@ -174,7 +175,7 @@ def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message)
         ({"overlong": "wrap"}, r"overlong: expected truncate \| drop \| error, got 'wrap'"),
         ({"loss_on": "user"}, r"loss_on: expected assistant \| completion \| last-turn \| all, got 'user'"),
         ({"seq_len": 1}, r"seq_len: expected int >= 2 \| none, got 1"),
-        ({"eval_fraction": 1.0}, r"eval_fraction: expected float >= 0 and < 1, got 1\.0"),
+        ({"eval_fraction": 1.0}, r"eval_fraction: expected below 1, or a number of documents, got 1\.0"),
         ({"eval_fraction": 0.1, "eval_data": "b"}, "eval_data and eval_fraction are both given"),
         ({"workers": 0}, r"workers: expected int >= 1 \| none, got 0"),
         ({"chat_template": "missing.jinja"}, "chat_template: no such file: missing.jinja"),

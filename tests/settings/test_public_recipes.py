@@ -153,6 +153,7 @@ def test_preference_recipe_without_a_command_asks_for_the_objective(tmp_path):
     [
         (r"model\.layers\.\d+\.(mlp|self_attn)\.(up|down|q)_proj", ("q_proj", "up_proj", "down_proj")),
         (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|k)_proj", ("k_proj", "up_proj")),
+        (r"model.text_model.layers.[\d]+.self_attn.(q|o)_proj", ("q_proj", "o_proj")),
         (r".*self_attn.*", ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")),
     ],
 )  # fmt: skip
@@ -272,3 +273,38 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
     assert read(tmp_path, text, {"objective": "dpo"}).objective.loss_type == "hinge"
     with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
         read(tmp_path, text.replace("[hinge]", "[hinge, sigmoid]"), {"objective": "dpo"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch_size: 32\nmicro_batch_size: 4", {"documents_per_step": 32}),
+        ("micro_batch_size: 4\nbatch_size: 32\nsample_packing: true", {"gradient_accumulation_steps": 8}),
+        ("batch_size: 32\ngradient_accumulation_steps: 2", {"documents_per_step": 2}),
+        ("excess_length_strategy: raise", {"overlong": "error"}),
+        ("val_set_size: 200", {"eval_fraction": 200}),
+        ("val_set_size: 0.1\nearly_stopping_steps: 3", {"early_stopping": 3}),
+        ("lr_scheduler: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-5}", {"min_lr_ratio": 0.1}),
+        (
+            "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            {"targets": ("q_proj", "mlp.experts.down_proj")},
+        ),
+        (
+            "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            {"targets": ("all-linear",)},
+        ),
+    ],
+)
+def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
+    config = read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
+    merged = {**vars(config.optimizer), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    for name, value in expected.items():
+        assert merged[name] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])
+def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="lr_scheduler_kwargs: expected min_lr_rate alone"):
+        read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {value}")

@@ -102,7 +102,7 @@ def _mixture(mixture: Any, _: dict[str, Any]) -> dict[str, Any]:
         group = "eval_data" if split.startswith(("test", "validation")) else "data"
         sources[group] += [name if split == "train" else f"{name}?split={split}" for name in names]
     if (size := mixture.get("test_split_size")) is not None and not sources["eval_data"]:
-        more |= {"eval_fraction": size} if isinstance(size, float) else {"test_split_size": size}
+        more["eval_fraction"] = size
     return {key: names for key, names in sources.items() if names} | more
 
 

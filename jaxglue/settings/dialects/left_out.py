@@ -255,7 +255,6 @@ REFUSED = {
     ),
     "chat_template_kwargs": "write these values into a template, and name it with --chat-template",
     "sync_ref_model": "the reference is the model as training begins",
-    "test_split_size": "a number of rows to hold out: --eval-fraction holds out a share, --eval-data a file",
     "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
 }
 """The same of settings without which a run would be another."""

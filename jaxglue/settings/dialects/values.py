@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from jaxglue.settings.config import Kind
@@ -31,7 +32,7 @@ _LINEAR = {
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 }
 """Linear layers by their parents, as models of Hugging Face name them."""
-_ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+_ROOTS = (*("model.layers", "model.language_model.layers", "language_model.model.layers", "model.text_model.layers"),)
 _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
 
@@ -45,12 +46,35 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     values = dict(recipe)
     if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
         values["loss_type"] = losses[0]
-    if values.get("lora_target_linear") is True:
+    linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
+    if linear:
         values.pop("lora_target_modules", None)
+    if isinstance(experts := values.get("lora_target_parameters"), list) and (
+        linear or isinstance(modules, list | None)
+    ):
+        del values["lora_target_parameters"]
+        values |= {} if linear else {"lora_target_modules": [*(modules or []), *experts]}
+    _use_totals(values)
     for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
         if values.get(name) is not None and "model_name" in values:
             values.pop(other, None)
     return values
+
+
+def _use_totals(values: Nested) -> None:
+    """Replace documents of a whole step, and a last learning rate, by the parts that they stand for.
+
+    axolotl's `batch_size` is that of a step on one GPU, micro-batches and accumulation together.
+    """
+    total, micro = values.get("batch_size"), values.get("micro_batch_size", 1)
+    if "base_model" in values and isinstance(total, int) and isinstance(micro, int) and micro > 0:
+        del values["batch_size"]
+        values.setdefault("gradient_accumulation_steps", max(total // micro, 1))
+    settings = values.get("lr_scheduler_kwargs")
+    if isinstance(settings, dict) and settings.keys() == {"min_lr"}:
+        with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # values that are refused as they are
+            share = float(settings["min_lr"]) / float(values["learning_rate"])
+            values["lr_scheduler_kwargs"] = {"min_lr_rate": share}
 
 
 def _targets(value: Any) -> Nested:
