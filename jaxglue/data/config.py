@@ -45,7 +45,7 @@ Columns = Mapping[str, float]
 NO_COLUMNS: Columns = MappingProxyType({})
 TURN_END = "turn_end"
 """Stands for a token's text: the one that ends the chat template's turns."""
-Overlong = Literal["truncate", "drop", "error"]
+Overlong = Literal["truncate", "split", "drop", "error"]
 DEFAULT_SEQ_LEN = 4096
 """Tokens in a row where no length is given; fewer for a model of fewer positions."""
 
@@ -227,7 +227,8 @@ class DataConfig(Config):
     ) = None
     """T: tokens in a packed row; by default 4,096, or the model's positions if those are fewer."""
     overlong: Annotated[Overlong, Alias("excess_length_strategy"), Synonyms(**{"raise": "error"})] = "truncate"
-    """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut."""
+    """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut. `split` makes documents of
+    `seq_len` tokens of them, for pretraining."""
     image_max_tokens: PositiveInt | None = None
     """Most tokens of an image, which is made smaller to fit; by default 2,048, or fewer if the model's files say so."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None

@@ -97,6 +97,8 @@ def prepare_data(
     if isinstance(task, ReadTask):
         task.adopt(tokenizer)
     progress = progress or NoProgress()
+    if task is not None and config.overlong == "split":
+        raise ValueError("--overlong split is for --objective sft, whose documents are texts: choose truncate or drop")
     if isinstance(task, LabelTask):
         task = task._replace(padding=padding_token(tokenizer), end=tokenizer.eos_token_id)
     elif isinstance(task, AnswerTask) and task.scored:

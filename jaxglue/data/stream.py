@@ -188,8 +188,10 @@ class _Reader:
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
             if self._config.overlong == "error" and (encoded.lengths > seq_len).any():
                 raise self._overlong(encoded, end)
-            tokens += int(np.clip(encoded.lengths, 1, seq_len).sum())
-            yield _Chunk(end._replace(tokens=tokens), _cut(encoded, seq_len + 1))  # one more tells who is too long
+            splits = self._config.overlong == "split"
+            tokens += int(np.clip(encoded.lengths, 1, None if splits else seq_len).sum())
+            kept = encoded if splits else _cut(encoded, seq_len + 1)  # one more tells who is too long
+            yield _Chunk(end._replace(tokens=tokens), kept)
 
     def _jobs(self, place: Position) -> Iterator[tuple[tuple, Position]]:
         """Yield chunks of rows and the places behind them."""
