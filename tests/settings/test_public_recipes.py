@@ -308,3 +308,33 @@ def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
 def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
     with pytest.raises(ValueError, match="lr_scheduler_kwargs: expected min_lr_rate alone"):
         read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {value}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overlong"),
+    [
+        ("base_model: m\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: completion}]", "split"),
+        ("base_model: m\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: alpaca}]", "drop"),
+        (
+            "base_model: m\nlearning_rate: 1e-4\n"
+            "datasets: [{path: a.jsonl, type: alpaca}, {path: b.jsonl, type: completion}]",
+            "drop",
+        ),
+        (
+            "base_model: m\nlearning_rate: 1e-4\nmax_steps: 9\npretraining_dataset: [{path: a.jsonl}]\n"
+            "sample_packing: true",
+            "split",
+        ),
+        ("base_model: m\nlearning_rate: 1e-4\nmax_steps: 9\npretraining_dataset: [{path: a.jsonl}]", "truncate"),
+        ("model_name_or_path: m\nstage: pt\ndata: a.jsonl", "split"),
+        ("model_name_or_path: m\nstage: pt\ndata: a.jsonl\npacking: false", "truncate"),
+        ("model_name_or_path: m\ndata: a.jsonl\npacking: true\npacking_strategy: wrapped", "split"),
+        ("model_name_or_path: m\ndata: a.jsonl\npacking: true", "truncate"),
+    ],
+)
+def test_long_documents_are_split_where_the_program_splits_them(tmp_path, caplog, text, overlong):
+    path = tmp_path / "recipe.yml"
+    path.write_text(text, encoding="utf-8")
+    config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    assert config.data.overlong == overlong
+    assert ("completion above sequence_len are split there" in caplog.text) == ("b.jsonl" in text)

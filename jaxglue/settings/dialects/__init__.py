@@ -22,7 +22,7 @@ from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_trackers
+from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_pieces, use_trackers
 from jaxglue.settings.dialects.rollouts import with_rollouts
 from jaxglue.settings.dialects.torchtune import with_flat_settings
 from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
@@ -69,7 +69,12 @@ def translate(
     if wrong:
         raise ValueError(where + "; ".join(wrong))
     use_trackers(recipe, values)
-    notes = [use_documents(given, values, program), use_chats(values, program), use_no_dropout(recipe, values, program)]
+    notes = [
+        use_documents(given, values, program),
+        use_chats(values, program),
+        use_pieces(recipe, values, program),
+        use_no_dropout(recipe, values, program),
+    ]
     lines = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
         lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, ForeignProgram
+from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, TRL, ForeignProgram
 from jaxglue.settings.dialects.values import Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
 TRACKERS = ("wandb", "mlflow", "trackio")
 """Those that axolotl switches on by `use_…`."""
+_TEXTS = {"completion", "pretrain"}
+"""axolotl's types of texts, which it splits."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
@@ -41,6 +43,35 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
         return None
     values["data"]["format"] = "auto_chat"
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
+
+
+def use_pieces(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Split long documents where the program does, or truncate them; return a line that says so."""
+    data = values.setdefault("data", {})
+    splits = {
+        LLAMA_FACTORY.name: recipe.get("stage") == "pt" and recipe.get("packing") is not False,
+        TRL.name: recipe.get("packing") is True and recipe.get("packing_strategy") in ("wrapped", "bfd_split"),
+    }
+    if program is AXOLOTL and recipe.get("pretraining_dataset"):
+        data["overlong"] = "split" if recipe.get("sample_packing") else "truncate"
+    elif program is AXOLOTL and (kinds := _kinds(recipe)) & _TEXTS:
+        if kinds - _TEXTS and data.get("overlong") != "split":
+            return (
+                "texts of type completion above sequence_len are split there, and treated here as the other rows: "
+                "--overlong split splits all"
+            )
+        data["overlong"] = "split"
+    elif program is not None and splits.get(program.name):
+        data["overlong"] = "split"
+    else:
+        return None
+    return f"documents above the longest length are treated as there (--overlong {data['overlong']})"
+
+
+def _kinds(recipe: Mapping[str, Any]) -> set[str]:
+    """Return the types of axolotl's data sets."""
+    items = recipe.get("datasets")
+    return {str(item.get("type")) for item in items if isinstance(item, dict)} if isinstance(items, list) else set()
 
 
 def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
