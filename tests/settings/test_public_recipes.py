@@ -338,3 +338,33 @@ def test_long_documents_are_split_where_the_program_splits_them(tmp_path, caplog
     config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
     assert config.data.overlong == overlong
     assert ("completion above sequence_len are split there" in caplog.text) == ("b.jsonl" in text)
+
+
+SEEING = "base_model: m\nlearning_rate: 1e-4\nprocessor_type: AutoProcessor\n"
+LORA = "adapter: lora\nlora_r: 8\nlora_alpha: 8\n"
+LANGUAGE = r"model.language_model.layers.[\d]+.self_attn.(q|k)_proj"
+
+
+@pytest.mark.parametrize(
+    ("text", "trains", "line"),
+    [
+        (SEEING, "all", "the vision tower trains, too"),
+        (SEEING + "freeze_mm_modules: true", "none", ""),
+        (SEEING + LORA + "lora_target_linear: true", "all", "the vision tower trains, too"),
+        (SEEING + LORA + f"lora_target_modules: '{LANGUAGE}'", "none", ""),
+        (SEEING + LORA + "lora_target_modules: [q_proj]", "none", "--train-vision all adapts them all"),
+        ("base_model: m\nlearning_rate: 1e-4", "none", ""),
+        ("model_name: m\nfinetune_language_layers: true", "all", "the vision tower trains, too"),
+        ("model_name: m\nfinetune_language_layers: true\nfinetune_vision_layers: false", "none", ""),
+        ("model_name_or_path: m\nfinetuning_type: full\nfreeze_vision_tower: true", "none", ""),
+    ],
+)
+def test_the_vision_tower_trains_where_it_does_there(tmp_path, caplog, text, trains, line):
+    assert read(tmp_path, text).model.train_vision == trains
+    assert line in caplog.text and ("vision tower" in caplog.text) == bool(line)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optim"])
+def test_moments_of_four_bits_have_eight(tmp_path, caplog, key):
+    assert read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{key}: adamw_torch_4bit").optimizer.moments == "8bit"
+    assert "adamw_torch_4bit: its moments have 8 bits here, not 4" in caplog.text

@@ -22,7 +22,15 @@ from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_pieces, use_trackers
+from jaxglue.settings.dialects.meaning import (
+    use_chats,
+    use_documents,
+    use_no_dropout,
+    use_pieces,
+    use_tower,
+    use_trackers,
+    use_wider_moments,
+)
 from jaxglue.settings.dialects.rollouts import with_rollouts
 from jaxglue.settings.dialects.torchtune import with_flat_settings
 from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
@@ -73,6 +81,8 @@ def translate(
         use_documents(given, values, program),
         use_chats(values, program),
         use_pieces(recipe, values, program),
+        use_tower(recipe, values, program),
+        use_wider_moments(recipe),
         use_no_dropout(recipe, values, program),
     ]
     lines = [*filter(None, notes), *_left_out(left_out)]

@@ -178,7 +178,7 @@ _REASONS = {
         *("generate_samples", "num_generation_samples", "do_sample", "max_new_tokens", "dpo_generate_during_eval"),
     ),
     "--train-vision says what trains of a model that sees: none, its projector, or all": (
-        *("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_modules", "freeze_llm"),
+        *("freeze_multi_modal_projector", "freeze_aligner", "freeze_llm"),
         *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
     ),
     "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, TRL, ForeignProgram
-from jaxglue.settings.dialects.values import Nested
+from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, ForeignProgram
+from jaxglue.settings.dialects.values import FOUR_BITS, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
 TRACKERS = ("wandb", "mlflow", "trackio")
 """Those that axolotl switches on by `use_…`."""
+_PARTS = {"finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"}
+"""Unsloth's switches of parts of a model that sees."""
 _TEXTS = {"completion", "pretrain"}
 """axolotl's types of texts, which it splits."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
@@ -72,6 +74,34 @@ def _kinds(recipe: Mapping[str, Any]) -> set[str]:
     """Return the types of axolotl's data sets."""
     items = recipe.get("datasets")
     return {str(item.get("type")) for item in items if isinstance(item, dict)} if isinstance(items, list) else set()
+
+
+def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Train the vision tower where the program does; return a line that says so.
+
+    axolotl loads a model that sees with `processor_type`, and trains or adapts all of it but for `freeze_mm_modules`;
+    so does Unsloth with its switches of parts.
+    """
+    model, lora = values.setdefault("model", {}), values.get("lora", {})
+    sees = recipe.get("processor_type") if program is AXOLOTL else _PARTS & recipe.keys()
+    if not sees or "train_vision" in model or program not in (AXOLOTL, UNSLOTH):
+        return None
+    named = recipe.get("lora_target_modules") if program is AXOLOTL else None
+    if model.get("method") == "full" or lora.get("targets") == ("all-linear",) or program is UNSLOTH:
+        model["train_vision"] = "all"
+        return "the vision tower trains, too, as there: --train-vision none freezes it"
+    if isinstance(named, list):
+        return (
+            "lora_target_modules adapt layers of these names in the vision tower, too, there, and none of it here: "
+            "--train-vision all adapts them all"
+        )
+    return None
+
+
+def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:
+    """Return a line about moments of 4 bits."""
+    name = next((recipe[key] for key in ("optimizer", "optim") if recipe.get(key) in FOUR_BITS), None)
+    return None if name is None else f"{name}: its moments have 8 bits here, not 4 (--optimizer adamw_8bit)"
 
 
 def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:

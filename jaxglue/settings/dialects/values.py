@@ -37,6 +37,10 @@ _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
 
 
+FOUR_BITS = ("adamw_torch_4bit", "adamw_4bit")
+"""AdamW with moments of 4 bits, which are of 8 bits here."""
+
+
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
@@ -44,6 +48,9 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one.
     """
     values = dict(recipe)
+    for key in ("optimizer", "optim"):
+        if values.get(key) in FOUR_BITS:
+            values[key] = "adamw_8bit"
     if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
         values["loss_type"] = losses[0]
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
@@ -219,6 +226,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
     "test_datasets": data_sets("eval_data"),
+    "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
     "warmup_steps": _warmup,
     "reward_model": _reward_model,
