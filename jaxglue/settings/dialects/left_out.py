@@ -41,6 +41,7 @@ _REASONS = {
         *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
         *("sdpa_varlen", "large_head_attention", "use_scattermoe", "use_sonicmoe", "liger_rms_norm_gated"),
         *("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "experts_impl", "moe_grouped_gemm"),
+        *("tuner_backend",),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -101,9 +102,11 @@ _REASONS = {
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
     "the tokenizer's own chat template is used, or the Jinja file of --chat-template": (
-        *("template", "chat_template", "tokenizer_use_mistral_common"),
+        *("template", "chat_template", "tokenizer_use_mistral_common", "agent_template", "template_backend"),
     ),
     "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
+    "names of data sets are those of ModelScope there, of the Hugging Face hub here": ("modelscope",),
+    "the first rows of a data set are read where #rows of it are drawn there": ("dataset_sample",),
     "embedding tables keep the rows of the model's files": (
         *("resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings", "resize_vocab"),
     ),
@@ -150,7 +153,9 @@ _REASONS = {
         *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
         *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
         *("transformers_continuous_batching_config", "infer_backend", "infer_dtype", "vllm_maxlen", "vllm_config"),
-        *("vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank"),
+        *("vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_max_model_len", "vllm_max_num_seqs"),
+        *("vllm_limit_mm_per_prompt", "vllm_enable_prefix_caching", "vllm_engine_kwargs", "vllm_enable_lora"),
+        *("sleep_level", "offload_model", "offload_optimizer", "move_model_batches"),
     ),
     "rollouts.jsonl has all answers, run.html shows them": (
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
@@ -199,6 +204,9 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
     **{"freeze_llm": (False,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
+    **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
+    "shuffle_merged_datasets": (True,),
+    "dataset_kwargs": ({"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
 }
 """Values of settings without a counterpart by which a recipe asks for what is done anyway."""
 CHANGES = {
@@ -206,6 +214,8 @@ CHANGES = {
     for name in (
         "template",
         "alpaca_dataset",
+        "modelscope",
+        "dataset_sample",
         "dataset",
         "max_prompt_length",
         "dataset_shuffle",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, ForeignProgram
+from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TRL, UNSLOTH, ForeignProgram
 from jaxglue.settings.dialects.values import FOUR_BITS, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
@@ -28,7 +28,10 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignPro
     if "rollouts" in values or (program is None and not any(name in recipe for name in _BATCHES)):
         return None
     size = run.pop("per_device_batch_size", program.batch if program else 1)
-    accumulation = run.pop("gradient_accumulation_steps", program.accumulation if program else 1)
+    default = program.accumulation if program else 1
+    if program is not None and program.documents and isinstance(size, int):
+        default = -(-program.documents // size)
+    accumulation = run.pop("gradient_accumulation_steps", default)
     if packs or values.get("data", {}).get("streaming"):
         run |= {"per_device_batch_size": size, "gradient_accumulation_steps": accumulation}
         return None
@@ -40,8 +43,8 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignPro
 
 
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
-    """Render Alpaca's rows with the chat template where the recipe is LLaMA-Factory's; return a line that says so."""
-    if program is not LLAMA_FACTORY or "format" in values.setdefault("data", {}):
+    """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
+    if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
