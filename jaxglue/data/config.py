@@ -198,7 +198,7 @@ class DataConfig(Config):
     chats, too, as LLaMA-Factory does."""
     columns: str = ""
     """New and old names of columns to rename, such as prompt=question,completion=answer."""
-    system: Annotated[str, Alias("default_system", "default_system_message")] = ""
+    system: Annotated[str, Alias("default_system", "default_system_message", "system_prompt")] = ""
     """System message of chats that have none."""
     mix_temperature: Annotated[float, Range(ge=1)] = 1.0
     """T: sources take shares proportional to their tokens to the power 1/T; 1 reads each once in an epoch."""

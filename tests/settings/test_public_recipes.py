@@ -369,3 +369,49 @@ def test_the_vision_tower_trains_where_it_does_there(tmp_path, caplog, text, tra
 def test_moments_of_four_bits_have_eight(tmp_path, caplog, key):
     assert read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{key}: adamw_torch_4bit").optimizer.moments == "8bit"
     assert "adamw_torch_4bit: its moments have 8 bits here, not 4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "room"),
+    [
+        ("max_completion_length: 1024", None),
+        ("max_completion_length: 1024\nmax_prompt_length: 256", 1280),
+        ("max_completion_length: 8192", 10240),
+        ("max_completion_length: 8192\nmax_length: 9000", 9000),
+    ],
+)
+def test_rows_of_answers_have_room_for_their_prompts(tmp_path, caplog, text, room):
+    config = read(tmp_path, f"model_name_or_path: m\nuse_peft: true\nreward_funcs: [accuracy]\n{text}")
+    assert config.data.seq_len == room and config.rollouts.reward == ("math",)
+    assert ("prompt and answer together" in caplog.text) == (room is not None and "max_length" not in text)
+
+
+def test_prompts_of_open_r1_are_questions_with_its_system_message(tmp_path):
+    text = (
+        "model_name_or_path: m\nreward_funcs: [exact]\nbeta: 0\ndataset_prompt_column: problem\nsystem_prompt: Think."
+    )
+    data = read(tmp_path, text).data
+    assert (data.sources[0].columns, data.system) == ({"question": "problem"}, "Think.")
+
+
+@pytest.mark.parametrize(
+    ("text", "warmup", "told"),
+    [
+        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1", 0.0, True),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10", 0.0, True),
+        ("lr_scheduler_type: constant", 0.0, False),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_ratio: 0.1", 0.1, False),
+    ],
+)
+def test_a_constant_rate_has_no_warmup_there(tmp_path, caplog, text, warmup, told):
+    for name in ("model_name_or_path: m\nuse_peft: true", "base_model: m\nlearning_rate: 1e-4"):
+        found = read(tmp_path, f"{name}\n{text}").optimizer
+        assert (found.schedule, found.warmup_ratio, found.warmup_steps) == ("constant", warmup, None)
+    assert ("constant has no warm-up there" in caplog.text) == told
+
+
+def test_a_supervised_loss_stands_beside_simpo_where_trls_trainer_adds_it(tmp_path):
+    axolotl = read(tmp_path, "base_model: m\nlearning_rate: 1e-4\nrl: simpo").objective
+    stated = read(tmp_path, "base_model: m\nlearning_rate: 1e-4\nrl: simpo\ncpo_alpha: 0").objective
+    factory = read(tmp_path, "model_name_or_path: m\nstage: dpo\npref_loss: simpo").objective
+    assert (axolotl.rpo_alpha, stated.rpo_alpha, factory.rpo_alpha) == (1.0, 0.0, 0.0)

@@ -106,3 +106,8 @@ def test_values_without_a_counterpart_are_named(tmp_path, settings, message):
     with pytest.raises(ValueError) as error:
         load(tmp_path, **settings)
     assert message in str(error.value)
+
+
+def test_prompts_and_answers_are_bounded_apart(tmp_path):
+    given = {"rlhf_type": "grpo", "reward_funcs": ["accuracy"], "max_length": 100, "max_completion_length": 300}
+    assert load(tmp_path, **given).data.seq_len == 400

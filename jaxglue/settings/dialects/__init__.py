@@ -24,9 +24,11 @@ from jaxglue.settings.dialects.defaults import AXOLOTL, SWIFT, TORCHTUNE, TRL, p
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
     use_chats,
+    use_constant_rate,
     use_documents,
     use_no_dropout,
     use_pieces,
+    use_room,
     use_tower,
     use_trackers,
     use_wider_moments,
@@ -82,8 +84,10 @@ def translate(
         use_documents(given, values, program),
         use_chats(values, program),
         use_pieces(recipe, values, program),
+        use_room(given, values) if program is not None else None,
         use_tower(recipe, values, program),
         use_wider_moments(recipe),
+        use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"
         if program is not None and program.rows and "seq_len" not in {**values.get("data", {}), **flags}
         else None,

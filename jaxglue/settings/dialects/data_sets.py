@@ -66,6 +66,8 @@ def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
+    if "dataset_id_or_path" in values:
+        values["dataset_name"] = values.pop("dataset_id_or_path")
     for key, read in _MIXTURES.items():
         if values.get(key) is not None:
             try:

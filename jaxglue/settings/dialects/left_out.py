@@ -29,7 +29,16 @@ _REASONS = {
         *("gemma4_hybrid_attn_impl", "attention_backend"),
     ),
     "kernels are chosen by GPU and shape": (
-        *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
+        *(
+            "tf32",
+            "liger_kernel",
+            "use_liger",
+            "use_liger_kernel",
+            "enable_liger_kernel",
+            "torch_compile",
+            "plugins",
+            "liger_rope",
+        ),
         *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
         *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
         *("use_unsloth", "use_logits_to_keep", "fused_attn_kernel", "use_kernels", "torch_compile_mode"),

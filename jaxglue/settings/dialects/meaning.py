@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TRL, UNSLOTH, ForeignProgram
+from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL, UNSLOTH, ForeignProgram
 from jaxglue.settings.dialects.values import FOUR_BITS, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
@@ -11,6 +11,8 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 """Those that axolotl switches on by `use_…`."""
 _PARTS = {"finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"}
 """Unsloth's switches of parts of a model that sees."""
+_PROMPT = 2048
+"""Tokens left for a prompt that the recipe does not bound."""
 _TEXTS = {"completion", "pretrain"}
 """axolotl's types of texts, which it splits."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
@@ -40,6 +42,21 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignPro
         f"the recipe does not pack, so a step has the {size * accumulation:,} documents that it has on one GPU there, "
         "packed by themselves: --documents-per-step changes their number"
     )
+
+
+def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
+    """Make rows of answers written in training long enough for a prompt and its answer; return a line that says so.
+
+    These programs bound a prompt and its answer apart.
+    """
+    data, answer = values.setdefault("data", {}), values.get("rollouts", {}).get("max_completion_length", 512)
+    if "rollouts" not in values or "seq_len" in data or not isinstance(answer, int):
+        return None
+    prompt = recipe.get("max_prompt_length")
+    if not isinstance(prompt, int):
+        prompt = _PROMPT if answer > _PROMPT else None  # otherwise rows without --seq-len have room for both
+    data["seq_len"] = None if prompt is None else answer + prompt
+    return data["seq_len"] and f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"
 
 
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
@@ -99,6 +116,18 @@ def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram
             "--train-vision all adapts them all"
         )
     return None
+
+
+def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Leave the warm-up out where the schedule of that name has none in transformers; return a line that says so."""
+    names = {recipe.get("lr_scheduler_type"), recipe.get("lr_scheduler")} if program is not TORCHTUNE else set()
+    if program is None or "constant" not in names:
+        return None
+    table = values.setdefault("optimizer", {})
+    given = table.pop("warmup_steps", 0) or table.get("warmup_ratio", 0)
+    table["warmup_ratio"] = 0.0
+    line = "schedule constant has no warm-up there, so none is taken; constant_with_warmup has one"
+    return line if given else None
 
 
 def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ _LOSS = "dapo"
 _GENERATIONS = 8
 """TRL's default."""
 _REWARDS = {
-    "accuracy_reward": "math",
+    **dict.fromkeys(("accuracy_reward", "accuracy"), "math"),
     "think_format_reward": "regex?pattern=^<think>(?!.*<think>)(.*?)</think>.*$",
 }
 """Our rewards by TRL's."""

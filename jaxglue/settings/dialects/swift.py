@@ -28,7 +28,6 @@ _ROOM = (
 )
 """Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
 _REWARDS = {
-    "accuracy": "accuracy_reward",
     "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>$",
 }
 
@@ -51,6 +50,8 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
         flat["modelscope"] = True
     if any("?rows=" in str(name) for name in flat.get("data", ())):
         flat["dataset_sample"] = True
+    if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
+        flat["max_prompt_length"] = flat.pop("max_length")
     return {"method": "lora"} | flat
 
 

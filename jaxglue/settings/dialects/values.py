@@ -226,6 +226,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
     "test_datasets": data_sets("eval_data"),
+    "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
     "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
     "warmup_steps": _warmup,
