@@ -415,3 +415,18 @@ def test_a_supervised_loss_stands_beside_simpo_where_trls_trainer_adds_it(tmp_pa
     stated = read(tmp_path, "base_model: m\nlearning_rate: 1e-4\nrl: simpo\ncpo_alpha: 0").objective
     factory = read(tmp_path, "model_name_or_path: m\nstage: dpo\npref_loss: simpo").objective
     assert (axolotl.rpo_alpha, stated.rpo_alpha, factory.rpo_alpha) == (1.0, 0.0, 0.0)
+
+
+def test_supervised_losses_by_trls_names(tmp_path):
+    assert read(tmp_path, "model_name_or_path: m\nloss_type: chunked_nll").objective.objective == "sft"
+    assert read(tmp_path, "model_name: m\nloss_type: nll").objective.objective == "sft"
+    with pytest.raises(ValueError, match="--loss-type is for --objective dpo") as error:
+        read(tmp_path, "model_name_or_path: m\nloss_type: dft")
+    assert "preference" not in str(error.value)
+
+
+def test_recipes_of_answers_are_known_by_their_loss(tmp_path):
+    text = "model_name: m\nloss_type: dr_grpo\nmask_truncated_completions: true\nreward_funcs: [exact]"
+    assert read(tmp_path, text).objective.objective == "dr_grpo"
+    with pytest.raises(ValueError, match="--objective dr_grpo needs --reward"):
+        read(tmp_path, text.replace("\nreward_funcs: [exact]", ""))

@@ -36,7 +36,7 @@ from jaxglue.settings.dialects.meaning import (
 from jaxglue.settings.dialects.rollouts import with_rollouts
 from jaxglue.settings.dialects.swift import with_swift_settings
 from jaxglue.settings.dialects.torchtune import with_flat_settings
-from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
+from jaxglue.settings.dialects.values import CONVERTERS, SUPERVISED, Nested, with_objective, with_one_name
 from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def translate(
     values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else ())
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
-    if program is TRL and "objective" not in values.get("objective", {}) and (loss := _PREFERENCE & recipe.keys()):
+    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
+    if program is TRL and "objective" not in values.get("objective", {}) and loss:
         wrong.append(
             f"{', '.join(sorted(loss))}: settings of a preference loss, and TRL names it in the command: add "
             "--objective dpo (or kto, orpo, reward, …)"

@@ -50,7 +50,7 @@ _REASONS = {
         *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
         *("sdpa_varlen", "large_head_attention", "use_scattermoe", "use_sonicmoe", "liger_rms_norm_gated"),
         *("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "experts_impl", "moe_grouped_gemm"),
-        *("tuner_backend",),
+        *("tuner_backend", "unsloth_force_compile", "unsloth_tiled_mlp"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -86,7 +86,7 @@ _REASONS = {
     ),
     "--weights and --embeddings say where weights are": (
         *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
-        *("max_memory", "offload_folder", "quantization_device_map"),
+        *("max_memory", "offload_folder", "quantization_device_map", "offload_embedding"),
     ),
     "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
@@ -193,7 +193,7 @@ _REASONS = {
     ),
     "--train-vision says what trains of a model that sees: none, its projector, or all": (
         *("freeze_multi_modal_projector", "freeze_aligner", "freeze_llm"),
-        *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+        *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules", "finetune_audio_layers"),
     ),
     "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (
         *("image_size", "image_resize_algorithm", "image_max_pixels", "image_min_pixels"),
@@ -260,9 +260,11 @@ PYTHON = {
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
-    **dict.fromkeys(("fp8", "fp8_backend"), "--matmul fp8 multiplies in FP8"),
+    **dict.fromkeys(("fp8", "fp8_backend", "load_in_fp8"), "--matmul fp8 multiplies in FP8"),
     **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
-    **dict.fromkeys(("qat", "quantizer"), "--serve-as trains an adapter for weights that are rounded when served"),
+    **dict.fromkeys(
+        ("qat", "quantizer", "qat_scheme"), "--serve-as trains an adapter for weights that are rounded when served"
+    ),
     **dict.fromkeys(("teacher_model", "kd_loss", "kd_ratio"), "--objective distill learns from a teacher"),
     "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",

@@ -37,6 +37,8 @@ _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
 
 
+SUPERVISED = ("nll", "chunked_nll")
+"""TRL's names of the loss of supervised training."""
 FOUR_BITS = ("adamw_torch_4bit", "adamw_4bit")
 """AdamW with moments of 4 bits, which are of 8 bits here."""
 
@@ -53,6 +55,8 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
             values[key] = "adamw_8bit"
     if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
         values["loss_type"] = losses[0]
+    if values.get("loss_type") in SUPERVISED:
+        del values["loss_type"]
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
     if linear:
         values.pop("lora_target_modules", None)
