@@ -366,9 +366,29 @@ def test_the_vision_tower_trains_where_it_does_there(tmp_path, caplog, text, tra
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optim"])
-def test_moments_of_four_bits_have_eight(tmp_path, caplog, key):
-    assert read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{key}: adamw_torch_4bit").optimizer.moments == "8bit"
+def test_narrow_moments_are_wider_here(tmp_path, caplog, key):
+    head = f"base_model: m\nlearning_rate: 1e-4\n{key}: "
+    assert read(tmp_path, head + "adamw_torch_4bit").optimizer.moments == "8bit"
     assert "adamw_torch_4bit: its moments have 8 bits here, not 4" in caplog.text
+    assert read(tmp_path, head + "paged_lion_8bit").optimizer.optimizer == "lion"
+    assert "paged_lion_8bit: its moments have 32 bits here, not 8" in caplog.text
+    assert read(tmp_path, head + "paged_lion_32bit").optimizer.optimizer == "lion"
+
+
+def test_no_warmup_steps_leave_the_share(tmp_path):
+    for steps, expected in ((0, None), (5, 5)):
+        found = read(tmp_path, f"model_name_or_path: m\nwarmup_steps: {steps}\nwarmup_ratio: 0.1").optimizer
+        assert (found.warmup_steps, found.warmup_ratio) == (expected, 0.1)
+
+
+def test_the_column_of_texts_is_renamed(tmp_path):
+    assert read(tmp_path, "model_name_or_path: m\ndataset_text_field: body").data.columns == "text=body"
+    assert read(tmp_path, "model_name_or_path: m\ndataset_text_field: text").data.columns == ""
+
+
+def test_a_default_warmup_of_axolotl_is_told_to_be_bounded(tmp_path, caplog):
+    read(tmp_path, "base_model: m\nlearning_rate: 1e-4")
+    assert "warmup_ratio 0.03 (at most 100 steps there)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,11 @@ def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
     config = load_config(TrainConfig, write(f"{text}datasets: [{{path: a.jsonl, {rows}}}]\n"))
     assert (config.objective.objective, config.optimizer.warmup_ratio) == ("reward", 0.1)
     assert config.data.sources[0].columns == {"chosen": "good"}
+    training = "message_field_training: train, trust_remote_code: false, shards: null"
+    config = load_config(TrainConfig, write(f"base_model: m\ndatasets: [{{path: a.jsonl, {training}}}]\n"))
+    assert config.data.data == ("a.jsonl",)
+    with pytest.raises(ValueError, match=r"message_field_training: expected train \| .*, got 'learn': rename it"):
+        load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, message_field_training: learn}]\n"))
     with pytest.raises(ValueError, match=r"field_thinking: expected reasoning_content | .*, got 'trace': rename it"):
         load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, field_thinking: trace}]\n"))
 

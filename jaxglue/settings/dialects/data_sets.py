@@ -48,6 +48,8 @@ _ANSWERS = "chat_template.default"
 """axolotl's type of pairs of answers."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
+_WEIGHTS = ("train", "training", "weight")
+"""Names of a message's key that says whether it is trained on."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 """Names of a message's keys that are read without renaming."""
 
@@ -179,7 +181,8 @@ def data_sets(field: str) -> Callable[[Any], dict[str, Any]]:
 def _sources(item: dict[str, Any]) -> list[str]:
     """Return a data set's files, or its name on the hub, with the settings of its rows."""
     path, files, subset = item.pop("path"), item.pop("data_files", []), item.pop("name", None)
-    item.pop("ds_type", None)
+    for key in ("ds_type", *(key for key in ("trust_remote_code", "revision", "shards", "skip") if not item.get(key))):
+        item.pop(key, None)
     for name in (path, *([files] if isinstance(files, str) else files), *([subset] if subset else [])):
         if not isinstance(name, str):
             raise ValueError(f"expected names, got {name!r:.100}")
@@ -223,6 +226,10 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     for key in ("field_thinking", "template_thinking_key"):
         if (given := item.pop(key, _THINKING[0])) not in _THINKING:
             raise ValueError(f"{path}: {key}: expected {' | '.join(_THINKING)}, got {given!r:.100}: rename it")
+    if (weight := item.pop("message_field_training", None) or _WEIGHTS[0]) not in _WEIGHTS:
+        raise ValueError(
+            f"{path}: message_field_training: expected {' | '.join(_WEIGHTS)}, got {weight!r:.100}: rename it"
+        )
     if (ends := item.pop("train_on_eos", "turn")) != "turn":
         raise ValueError(f"{path}: train_on_eos: expected turn, got {ends!r:.100}")
     _check_roles(path, item.pop("roles", {}))

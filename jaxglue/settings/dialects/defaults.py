@@ -56,6 +56,8 @@ class ForeignProgram:
     """Documents in an optimizer step, where the accumulation follows it."""
     rows: str | None = None
     """The longest document, in words, where the program's default depends on the model."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """What else the program does with a default, by its name."""
     drops_out_nothing: tuple[str, ...] = ()
     """Objectives whose trainers switch all dropout off, the adapters' too."""
 
@@ -90,7 +92,7 @@ class ForeignProgram:
                     and not (_OTHERS.get(name, set()) & table.keys())
                 ):
                     table[name] = value
-                    yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
+                    yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}{self.remarks.get(name, '')}"
 
     def _adapter(self, table: Mapping[str, Any], objective: str) -> dict[str, Any]:
         settings = dict(self.adapter)
@@ -117,6 +119,7 @@ AXOLOTL = ForeignProgram(
     adapter={"dropout": 0.0, "targets": _PEFT_TARGETS},
     objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     batch=1,
+    remarks={"warmup_ratio": " (at most 100 steps there)"},
     drops_out_nothing=_PAIRS,
 )
 LLAMA_FACTORY = ForeignProgram(

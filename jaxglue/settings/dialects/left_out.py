@@ -81,7 +81,7 @@ _REASONS = {
         ),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
-        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
+        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_test_split"),
         "max_samples",
     ),
     "--weights and --embeddings say where weights are": (

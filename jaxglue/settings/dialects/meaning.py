@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL, UNSLOTH, ForeignProgram
-from jaxglue.settings.dialects.values import FOUR_BITS, Nested
+from jaxglue.settings.dialects.values import WIDER, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -131,9 +131,12 @@ def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: Foreig
 
 
 def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:
-    """Return a line about moments of 4 bits."""
-    name = next((recipe[key] for key in ("optimizer", "optim") if recipe.get(key) in FOUR_BITS), None)
-    return None if name is None else f"{name}: its moments have 8 bits here, not 4 (--optimizer adamw_8bit)"
+    """Return a line about moments that have more bits here."""
+    names = [name for key in ("optimizer", "optim") if isinstance(name := recipe.get(key), str) and name in WIDER]
+    if not names:
+        return None
+    ours, there, here = WIDER[names[0]]
+    return f"{names[0]}: its moments have {here} bits here, not {there} (--optimizer {ours})"
 
 
 def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:

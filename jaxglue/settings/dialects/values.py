@@ -39,8 +39,11 @@ _LONGEST_PATTERN = 300
 
 SUPERVISED = ("nll", "chunked_nll")
 """TRL's names of the loss of supervised training."""
-FOUR_BITS = ("adamw_torch_4bit", "adamw_4bit")
-"""AdamW with moments of 4 bits, which are of 8 bits here."""
+WIDER = {
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit"), ("adamw_8bit", 4, 8)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", 8, 32)),
+}
+"""Our optimizers, bits of moments there and here, by names of those whose moments have more bits here."""
 
 
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
@@ -51,8 +54,10 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """
     values = dict(recipe)
     for key in ("optimizer", "optim"):
-        if values.get(key) in FOUR_BITS:
-            values[key] = "adamw_8bit"
+        if isinstance(name := values.get(key), str) and name in WIDER:
+            values[key] = WIDER[name][0]
+    if values.get("warmup_steps") == 0 and values.get("warmup_ratio"):
+        del values["warmup_steps"]  # transformers takes the share then
     if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
         values["loss_type"] = losses[0]
     if values.get("loss_type") in SUPERVISED:
@@ -230,6 +235,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
     "test_datasets": data_sets("eval_data"),
+    "dataset_text_field": lambda value: {"data": {"columns": f"text={value}"}} if value not in ("text", None) else {},
     "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
     "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
