@@ -72,6 +72,8 @@ class Source(Config):
     """Share of an epoch's tokens; 0 leaves the choice to `weight`."""
     rows: PositiveInt | None = None
     """First rows to read, and no others."""
+    overlong: Overlong | None = None
+    """Treatment of its documents above `seq_len` tokens; None for that of all."""
     prompt: str = ""
     """Jinja text over a row's columns, by name or as `row["name"]`, that makes its prompt; the row then is of format
     prompt_completion."""

@@ -213,16 +213,16 @@ def select_documents(
         ValueError: a document above `seq_len` under `overlong='error'`, no document left, or a column's value that is
             no number.
     """
-    overlong = np.flatnonzero(store.lengths > config.row_tokens)
-    if len(overlong) and config.overlong == "error":
+    overlong, treatment = np.flatnonzero(store.lengths > config.row_tokens), source.overlong or config.overlong
+    if len(overlong) and treatment == "error":
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
-    if len(overlong) and config.overlong == "split":
+    if len(overlong) and treatment == "split":
         return _select_pieces(store, config, source, columns)
     lengths = within_row(store, store.lengths, config.row_tokens, images)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
-    if config.overlong == "drop":
+    if treatment == "drop":
         keep[overlong] = False
     if not keep.any():
         raise _nothing_left(store, config, source, len(overlong))

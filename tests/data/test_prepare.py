@@ -74,6 +74,8 @@ def test_split_documents_are_pieces_that_hold_every_token(prepare, write_jsonl, 
     assert sorted(token for row in seen for token in row) == sorted(t for one in pieces(whole) for t in one)
     both = prepare((path, chats), seq_len=256, overlong="split").train
     alone = prepare(path, seq_len=256, overlong="split").train
+    by_source = prepare((f"{path}?overlong=split", chats), seq_len=256, overlong="drop").train
+    assert pieces(by_source) == pieces(both)
     assert pieces(both)[: len(alone)] == pieces(alone) and pieces(both)[len(alone) :] == pieces(prepare(chats).train)
 
 

@@ -222,7 +222,7 @@ def test_streams_of_pretraining_and_inline_templates_are_read(tmp_path):
         "chat_template: \"{% for message in messages %}{{ message['content'] }}{% endfor %}\"\n"
     )
     config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
-    assert config.data.data == ("hf:a/b:en?format=text&columns=text=body",) and config.data.streaming
+    assert config.data.data == ("hf:a/b:en?format=text&overlong=truncate&columns=text=body",) and config.data.streaming
     assert config.data.chat_template.startswith("{% for") and config.model.random_weights
 
 
@@ -319,7 +319,7 @@ def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
         (
             "base_model: m\nlearning_rate: 1e-4\n"
             "datasets: [{path: a.jsonl, type: alpaca}, {path: b.jsonl, type: completion}]",
-            "drop",
+            "split",
         ),
         (
             "base_model: m\nlearning_rate: 1e-4\nmax_steps: 9\npretraining_dataset: [{path: a.jsonl}]\n"
@@ -333,12 +333,12 @@ def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
         ("model_name_or_path: m\ndata: a.jsonl\npacking: true", "truncate"),
     ],
 )
-def test_long_documents_are_split_where_the_program_splits_them(tmp_path, caplog, text, overlong):
+def test_long_documents_are_split_where_the_program_splits_them(tmp_path, text, overlong):
     path = tmp_path / "recipe.yml"
     path.write_text(text, encoding="utf-8")
     config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
-    assert config.data.overlong == overlong
-    assert ("completion above sequence_len are split there" in caplog.text) == ("b.jsonl" in text)
+    assert (config.data.sources[-1].overlong or config.data.overlong) == overlong
+    assert config.data.sources[0].overlong is None or len(config.data.sources) == 1
 
 
 SEEING = "base_model: m\nlearning_rate: 1e-4\nprocessor_type: AutoProcessor\n"

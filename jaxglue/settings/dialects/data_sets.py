@@ -16,6 +16,8 @@ _FORMATS = {
     "input_output": "segments",
 }
 """Row formats by axolotl's types."""
+_SPLIT = ("completion", "pretrain")
+"""axolotl's types of texts, which it splits where they are longer than a row."""
 _SYSTEM = "{% if system %}### System:\n{{ system }}\n\n{% endif %}"
 _ORCA = (
     "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}### Human:\n{{ question }}\n### Assistant:\n"
@@ -127,7 +129,7 @@ def _mixer(mixer: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {key: names for key, names in sources.items() if names}
 
 
-def _stream(data: Any, _: dict[str, Any]) -> dict[str, Any]:
+def _stream(data: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return axolotl's streams of texts, a name or a list of data sets."""
     items = [{"path": data}] if isinstance(data, str) else data if isinstance(data, list) else [data]
     items = [{"path": item} if isinstance(item, str) else {"type": "pretrain", **item} for item in items]
@@ -137,7 +139,10 @@ def _stream(data: Any, _: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{key}: not here: leave it out")
         if (column := item.pop("text_column", "text")) != "text":
             item["field"] = column
-    return {"data": list(data_sets("data")(items)["data"]["data"]), "format": "text", "streaming": True}
+    names = data_sets("data")(items)["data"]["data"]
+    if not values.get("sample_packing"):
+        names = [name.replace("overlong=split", "overlong=truncate") for name in names]
+    return {"data": list(names), "format": "text", "streaming": True}
 
 
 _MIXTURES: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
@@ -206,6 +211,8 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         raise ValueError(f"{path}: type: expected {' | '.join([*_FORMATS, *_PATTERNS])}, got {kind!r:.100}")
     elif _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
+    if kind in _SPLIT:
+        options["overlong"] = "split"
     if (split := item.pop("split", "train")) != "train":
         options["split"] = str(split)
     names = {

@@ -13,8 +13,6 @@ _PARTS = {"finetune_language_layers", "finetune_attention_modules", "finetune_ml
 """Unsloth's switches of parts of a model that sees."""
 _PROMPT = 2048
 """Tokens left for a prompt that the recipe does not bound."""
-_TEXTS = {"completion", "pretrain"}
-"""axolotl's types of texts, which it splits."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
@@ -68,32 +66,16 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
 
 
 def use_pieces(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
-    """Split long documents where the program does, or truncate them; return a line that says so."""
+    """Split long documents where the program does; return a line that says so."""
     data = values.setdefault("data", {})
     splits = {
         LLAMA_FACTORY.name: recipe.get("stage") == "pt" and recipe.get("packing") is not False,
         TRL.name: recipe.get("packing") is True and recipe.get("packing_strategy") in ("wrapped", "bfd_split"),
     }
-    if program is AXOLOTL and recipe.get("pretraining_dataset"):
-        data["overlong"] = "split" if recipe.get("sample_packing") else "truncate"
-    elif program is AXOLOTL and (kinds := _kinds(recipe)) & _TEXTS:
-        if kinds - _TEXTS and data.get("overlong") != "split":
-            return (
-                "texts of type completion above sequence_len are split there, and treated here as the other rows: "
-                "--overlong split splits all"
-            )
-        data["overlong"] = "split"
-    elif program is not None and splits.get(program.name):
-        data["overlong"] = "split"
-    else:
+    if program is None or not splits.get(program.name):
         return None
-    return f"documents above the longest length are treated as there (--overlong {data['overlong']})"
-
-
-def _kinds(recipe: Mapping[str, Any]) -> set[str]:
-    """Return the types of axolotl's data sets."""
-    items = recipe.get("datasets")
-    return {str(item.get("type")) for item in items if isinstance(item, dict)} if isinstance(items, list) else set()
+    data["overlong"] = "split"
+    return "documents above the longest length are split, as there (--overlong split)"
 
 
 def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
