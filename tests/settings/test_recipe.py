@@ -349,6 +349,7 @@ DATASET_INFO = {
     },
     "seen": {"file_name": "seen.json", "columns": {"images": "pictures", "videos": "videos", "audios": "sounds"}},
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
+    "some": {"file_name": "some.json", "num_samples": 5},
     "odd": {"file_name": "odd.json", "columns": {"depths": "depths"}},
     "far": {"ms_hub_url": "o/far"},
     "bare": {"formatting": "sharegpt"},
@@ -356,7 +357,7 @@ DATASET_INFO = {
 }
 
 
-def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
+def test_named_data_sets_of_llama_factory_are_found(write, tmp_path, caplog):
     (tmp_path / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
     head = f"{UNPACKED}dataset_dir: {tmp_path}\n"
     config = load_config(TrainConfig, write(f"{head}dataset: chats, plain\neval_dataset: judged\nmax_samples: 9\n"))
@@ -379,6 +380,10 @@ def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
         "text",
         {"text": "ask"},
     )
+    for most, rows in (("", 5), ("max_samples: 3", 3), ("max_samples: 9", 5)):
+        caplog.clear()
+        (some,) = load_config(TrainConfig, write(f"{head}dataset: some\n{most}\n")).data.sources
+        assert some.rows == rows and "may differ: dataset_sample (the first rows" in caplog.text
     for name, message in (
         ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
         ("odd", "dataset: odd: columns: depths is not read"),

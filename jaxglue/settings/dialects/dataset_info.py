@@ -19,7 +19,10 @@ _TAGS = {
     **{"function_tag": ("function_call",), "system_tag": ("system",)},
 }
 """Names of keys and roles that rows are read with, by the tags that name them."""
-_KNOWN_KEYS = ("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", *_ELSEWHERE)
+_KNOWN_KEYS = (
+    *("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", "num_samples"),
+    *_ELSEWHERE,
+)
 
 
 def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -41,6 +44,8 @@ def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given is None:
             continue
         listed = given.split(",") if isinstance(given, str) else given
+        if any(isinstance(info := known.get(str(name).strip()), dict) and info.get("num_samples") for name in listed):
+            values["dataset_sample"] = True
         values[field] = [
             _source(str(name).strip(), known, folder, rows, f"{where}{key}: ", texts=texts) for name in listed
         ]
@@ -74,8 +79,8 @@ def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where:
     _check_tags(info.get("tags", {}), where)
     if alpaca and not texts and not info.get("ranking") and "kto_tag" not in info.get("columns", {}):
         options["format"] = "alpaca_chat"
-    if rows is not None:
-        options["rows"] = str(rows)
+    if counts := [count for count in (rows, info.get("num_samples")) if count is not None]:
+        options["rows"] = str(min(counts) if all(isinstance(count, int) for count in counts) else counts[0])
     query = "&".join(f"{key}={quote(str(value), safe='[]%:,=')}" for key, value in options.items())
     return f"{path}?{query}" if query else path
 

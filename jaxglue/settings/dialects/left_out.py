@@ -115,7 +115,7 @@ _REASONS = {
     ),
     "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
     "names of data sets are those of ModelScope there, of the Hugging Face hub here": ("modelscope",),
-    "the first rows of a data set are read where #rows of it are drawn there": ("dataset_sample",),
+    "the first rows of a data set are read, where as many are drawn there": ("dataset_sample",),
     "embedding tables keep the rows of the model's files": (
         *("resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings", "resize_vocab"),
     ),

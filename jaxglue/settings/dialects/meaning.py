@@ -62,6 +62,11 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
+    if program is LLAMA_FACTORY and values["data"].get("overlong", "truncate") == "truncate":
+        return (
+            "rows of instruction and output are rendered with the chat template (--format auto_chat); long ones lose "
+            "their ends (--overlong), where prompts and answers are shortened in proportion there"
+        )
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
 
 
