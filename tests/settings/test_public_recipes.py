@@ -450,3 +450,11 @@ def test_recipes_of_answers_are_known_by_their_loss(tmp_path):
     assert read(tmp_path, text).objective.objective == "dr_grpo"
     with pytest.raises(ValueError, match="--objective dr_grpo needs --reward"):
         read(tmp_path, text.replace("\nreward_funcs: [exact]", ""))
+
+
+def test_beginning_and_unknown_tokens_are_the_tokenizers_own(tmp_path, caplog):
+    text = "base_model: m\nlearning_rate: 1e-4\nspecial_tokens: {bos_token: <s>, eos_token: </s>, unk_token: <unk>}"
+    assert read(tmp_path, text).data.eos_token == "</s>"
+    assert "may differ: bos_token, unk_token (the tokenizer's own are used" in caplog.text
+    with pytest.raises(ValueError, match="special_tokens: the tokenizer's own are used but for eos_token"):
+        read(tmp_path, text.replace("unk_token", "mask_token"))

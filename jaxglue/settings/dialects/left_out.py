@@ -174,6 +174,7 @@ _REASONS = {
         *("overwrite_cache", "tokenized_path", "load_from_cache_file", "dataset_keep_in_memory"),
     ),
     "the tokenizer's own are used": ("pad_token",),
+    "the tokenizer's own are used, whatever the recipe names": ("bos_token", "unk_token"),
     "the console and metrics.jsonl have it": (
         *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
         *("log_on_each_node", "log_level_replica", "skip_memory_metrics", "log_multimodal", "include_tkps"),
@@ -223,6 +224,7 @@ CHANGES = {
     for name in (
         "template",
         "alpaca_dataset",
+        "bos_token",
         "modelscope",
         "dataset_sample",
         "dataset",

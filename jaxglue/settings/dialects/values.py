@@ -37,6 +37,8 @@ _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
 
 
+_OWN_TOKENS = ("bos_token", "unk_token")
+"""Special tokens of axolotl's that the tokenizer's own stand for."""
 SUPERVISED = ("nll", "chunked_nll")
 """TRL's names of the loss of supervised training."""
 WIDER = {
@@ -60,6 +62,9 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
         del values["warmup_steps"]  # transformers takes the share then
     if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
         values["loss_type"] = losses[0]
+    if isinstance(tokens := values.get("special_tokens"), dict):
+        values["special_tokens"] = {key: token for key, token in tokens.items() if key not in _OWN_TOKENS}
+        values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
     if values.get("loss_type") in SUPERVISED:
         del values["loss_type"]
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
