@@ -458,3 +458,12 @@ def test_beginning_and_unknown_tokens_are_the_tokenizers_own(tmp_path, caplog):
     assert "may differ: bos_token, unk_token (the tokenizer's own are used" in caplog.text
     with pytest.raises(ValueError, match="special_tokens: the tokenizer's own are used but for eos_token"):
         read(tmp_path, text.replace("unk_token", "mask_token"))
+
+
+@pytest.mark.parametrize(("weights", "alpha"), [("[1.0, 0.2]", 0.2), ("null", 1.0)])
+def test_a_supervised_loss_among_losses_is_rpos(tmp_path, weights, alpha):
+    text = f"model_name_or_path: m\nuse_peft: true\nloss_type: [hinge, sft]\nloss_weights: {weights}"
+    found = read(tmp_path, text, {"objective": "dpo"}).objective
+    assert (found.loss_type, found.rpo_alpha) == ("hinge", alpha)
+    with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
+        read(tmp_path, text.replace(weights, "[0.5, 1]"), {"objective": "dpo"})

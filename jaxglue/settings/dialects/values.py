@@ -52,7 +52,8 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
     axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
-    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one.
+    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one, or the
+    supervised one as the second.
     """
     values = dict(recipe)
     for key in ("optimizer", "optim"):
@@ -60,8 +61,13 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
             values[key] = WIDER[name][0]
     if values.get("warmup_steps") == 0 and values.get("warmup_ratio"):
         del values["warmup_steps"]  # transformers takes the share then
-    if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
-        values["loss_type"] = losses[0]
+    if isinstance(losses := values.get("loss_type"), list):
+        weights = values.get("loss_weights") or [1] * len(losses)
+        if len(losses) == 2 and losses[1] == "sft" and isinstance(weights, list) and weights[:1] == [1]:
+            values |= {"loss_type": losses[0], "rpo_alpha": weights[-1]}
+            values.pop("loss_weights", None)
+        elif len(losses) == 1:
+            values["loss_type"] = losses[0]
     if isinstance(tokens := values.get("special_tokens"), dict):
         values["special_tokens"] = {key: token for key, token in tokens.items() if key not in _OWN_TOKENS}
         values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
