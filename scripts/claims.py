@@ -48,7 +48,7 @@ _UNIT = re.compile(
     r"\d\s(?:ms|µs|tokens/s|pairs/s|TFLOP/s|TB/s|GB/s|MB/s|nats|seconds)\b|\d ×(?! ?[\w`])"
     r"|\d times (?:as (?:fast|many)|one)|\dk/s|\d%"
 )
-_UNIT_OF_TABLE = re.compile(r"\bms\b|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|held-out loss|TFLOP/s|predicted")
+_UNIT_OF_TABLE = re.compile(r"\bms\b(?!-swift)|µs|tokens/s|GiB|pairs/s|seconds|\bKL\b|held-out loss|TFLOP/s|predicted")
 
 
 @dataclass(frozen=True)

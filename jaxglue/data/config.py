@@ -12,11 +12,13 @@ from jaxglue.settings.config import (
     Alias,
     Config,
     Kind,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
     Requires,
+    Synonyms,
     is_jinja,
     plain_fields,
 )
@@ -43,7 +45,7 @@ Columns = Mapping[str, float]
 NO_COLUMNS: Columns = MappingProxyType({})
 TURN_END = "turn_end"
 """Stands for a token's text: the one that ends the chat template's turns."""
-Overlong = Literal["truncate", "drop", "error"]
+Overlong = Literal["truncate", "split", "drop", "error"]
 DEFAULT_SEQ_LEN = 4096
 """Tokens in a row where no length is given; fewer for a model of fewer positions."""
 
@@ -70,6 +72,8 @@ class Source(Config):
     """Share of an epoch's tokens; 0 leaves the choice to `weight`."""
     rows: PositiveInt | None = None
     """First rows to read, and no others."""
+    overlong: Overlong | None = None
+    """Treatment of its documents above `seq_len` tokens; None for that of all."""
     prompt: str = ""
     """Jinja text over a row's columns, by name or as `row["name"]`, that makes its prompt; the row then is of format
     prompt_completion."""
@@ -187,8 +191,8 @@ class DataConfig(Config):
     its own, `chats.jsonl?format=messages&weight=2`."""
     eval_data: Annotated[tuple[str, ...], Alias("eval_dataset")] = ()
     """Held-out data, from the same kinds of sources."""
-    eval_fraction: Annotated[float, Range(ge=0, lt=1), Alias("val_set_size", "val_size")] = 0.0
-    """Fraction of `data` to hold out instead, sampled with `seed`."""
+    eval_fraction: Annotated[NonNegativeFloat, Alias("val_set_size", "val_size", "test_split_size")] = 0.0
+    """Fraction of `data` to hold out instead, sampled with `seed`; above 1, a number of documents."""
     split: Annotated[str, Alias("dataset_train_split", "dataset_split")] = "train"
     """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
@@ -196,7 +200,7 @@ class DataConfig(Config):
     chats, too, as LLaMA-Factory does."""
     columns: str = ""
     """New and old names of columns to rename, such as prompt=question,completion=answer."""
-    system: Annotated[str, Alias("default_system", "default_system_message")] = ""
+    system: Annotated[str, Alias("default_system", "default_system_message", "system_prompt")] = ""
     """System message of chats that have none."""
     mix_temperature: Annotated[float, Range(ge=1)] = 1.0
     """T: sources take shares proportional to their tokens to the power 1/T; 1 reads each once in an epoch."""
@@ -224,8 +228,9 @@ class DataConfig(Config):
         | None
     ) = None
     """T: tokens in a packed row; by default 4,096, or the model's positions if those are fewer."""
-    overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
-    """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut."""
+    overlong: Annotated[Overlong, Alias("excess_length_strategy"), Synonyms(**{"raise": "error"})] = "truncate"
+    """Treatment of documents above `seq_len` tokens, with counts reported; no image is cut. `split` makes documents of
+    `seq_len` tokens of them, for pretraining."""
     image_max_tokens: PositiveInt | None = None
     """Most tokens of an image, which is made smaller to fit; by default 2,048, or fewer if the model's files say so."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
@@ -256,6 +261,8 @@ class DataConfig(Config):
             value = getattr(self, name)
             if not all(item.strip() for item in ([value] if isinstance(value, str) else value)):
                 raise ValueError(f"{name}: an empty name would stand for the current folder: name a file or folder")
+        if self.eval_fraction == 1 or (self.eval_fraction > 1 and self.eval_fraction % 1):
+            raise ValueError(f"eval_fraction: expected below 1, or a number of documents, got {self.eval_fraction}")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction are both given: leave one out")
         _check_mixing(self.sources, self.mix_temperature)

@@ -28,7 +28,7 @@ class TokenDataset:
     documents: Int[np.ndarray, "documents"]
     """Document indices in the store."""
     lengths: Int[np.ndarray, "documents"]
-    """Tokens used of each document, from its start."""
+    """Tokens used of each document, from its start, or from those of `starts` on."""
     targets: Int[np.ndarray, "documents"]
     """Target tokens of each document."""
     sources: Int[np.ndarray, "documents"] | None = None
@@ -39,6 +39,8 @@ class TokenDataset:
     """Columns of the documents' rows that an objective reads."""
     reader: ImageReader | None = None
     """Reads the documents' images; None of data without any."""
+    starts: Int[np.ndarray, "documents"] | None = None
+    """First token of each within its document of the store, where documents are pieces; None for 0."""
 
     def segments_of(self, documents: Int[np.ndarray, "documents"]) -> Int[np.ndarray, "documents"]:
         """Return the segments of documents in a row."""
@@ -52,7 +54,7 @@ class TokenDataset:
     @property
     def whole_lengths(self) -> Int[np.ndarray, "documents"]:
         """Return the tokens of the documents before truncation."""
-        return self.store.lengths[self.documents]
+        return self.store.lengths[self.documents] if self.starts is None else self.lengths
 
     @property
     def rows(self) -> Int[np.ndarray, "documents"]:
@@ -61,10 +63,10 @@ class TokenDataset:
 
     def indices(self, document: int) -> Int[np.ndarray, "tokens"]:
         """Return the store indices of a document's tokens."""
-        start = self.store.offsets[self.documents[document]]
+        start = self.store.offsets[self.documents[document]] + (0 if self.starts is None else self.starts[document])
         return np.arange(start, start + self.lengths[document])
 
-    PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
+    PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources", "starts")
     """Fields with a value for each document."""
 
     def __len__(self) -> int:
@@ -86,6 +88,7 @@ class TokenDataset:
             "store": store,
             "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
             "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+            "starts": _joined_starts(parts),
             "passes": (1.0,) * len(parts),
             "columns": {name: np.concatenate([part.columns[name] for part in parts]) for name in self.columns},
             "reader": _joined_reader(parts, store),
@@ -153,6 +156,8 @@ class TokenDataset:
         digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
         digest.update(self.documents.astype(np.int64).data)
         digest.update(self.lengths.astype(np.int64).data)
+        if self.starts is not None:
+            digest.update(self.starts.astype(np.int64).data)
         if self.sources is not None and set(self.passes) != {1.0}:
             digest.update(self.sources.astype(np.int64).data)
             digest.update(repr(self.passes).encode())
@@ -169,11 +174,18 @@ def _joined_reader(parts: "Sequence[TokenDataset]", store: TokenStore) -> ImageR
     return None if reader is None else replace(reader, store=store)
 
 
+def _joined_starts(parts: "Sequence[TokenDataset]") -> Int[np.ndarray, "documents"] | None:
+    if all(part.starts is None for part in parts):
+        return None
+    return np.concatenate([np.zeros(len(part), np.int64) if part.starts is None else part.starts for part in parts])
+
+
 def _source_positions(
     dataset: TokenDataset, members: Int[np.ndarray, "documents"], positions: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
     """Return the store indices of the member documents' tokens, concatenated."""
     first = dataset.store.offsets[dataset.documents[members]]
+    first = first if dataset.starts is None else first + dataset.starts[members]
     return np.repeat(first, dataset.lengths[members]) + positions
 
 
@@ -201,14 +213,16 @@ def select_documents(
         ValueError: a document above `seq_len` under `overlong='error'`, no document left, or a column's value that is
             no number.
     """
-    overlong = np.flatnonzero(store.lengths > config.row_tokens)
-    if len(overlong) and config.overlong == "error":
+    overlong, treatment = np.flatnonzero(store.lengths > config.row_tokens), source.overlong or config.overlong
+    if len(overlong) and treatment == "error":
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
+    if len(overlong) and treatment == "split":
+        return _select_pieces(store, config, source, columns)
     lengths = within_row(store, store.lengths, config.row_tokens, images)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
-    if config.overlong == "drop":
+    if treatment == "drop":
         keep[overlong] = False
     if not keep.any():
         raise _nothing_left(store, config, source, len(overlong))
@@ -225,6 +239,31 @@ def select_documents(
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),
     )
+
+
+def _select_pieces(store: TokenStore, config: DataConfig, source: Source, columns: Columns) -> Selection:
+    """Select pieces of the documents, each as long as a row but for their last ones."""
+    if store.images is not None:
+        raise ValueError(f"{source}: rows have images, and --overlong split cuts texts: choose truncate or drop")
+    row = config.row_tokens
+    counts = np.maximum(-(-store.lengths // row), 1)
+    documents = np.repeat(np.arange(len(counts)), counts)
+    starts = row * (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts))
+    first = store.offsets[documents] + starts
+    pieces = replace(store, offsets=np.append(first, store.offsets[-1]))
+    targets = pieces.targets_within(pieces.offsets[1:])
+    keep = np.flatnonzero(targets > 0)
+    if not len(keep):
+        raise _nothing_left(store, config, source, 0)
+    dataset = TokenDataset(
+        store=store,
+        documents=documents[keep],
+        lengths=pieces.lengths[keep],
+        targets=targets[keep],
+        columns=read_columns(store, documents[keep], columns, source),
+        starts=starts[keep],
+    )
+    return Selection(dataset=dataset, truncated=0, dropped=len(documents) - len(keep))
 
 
 def within_row(
@@ -281,21 +320,25 @@ def join_selections(selections: Sequence[Selection]) -> Selection:
 
 
 def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selection]:
-    """Hold out a random `eval_fraction` of the documents, preserving their order.
+    """Hold out a random `eval_fraction` of the documents, or that many of them, preserving their order.
+
+    Pieces of a document are held out together.
 
     Raises:
         ValueError: either part would be empty.
     """
-    total = len(selection.dataset)
-    count = round(total * config.eval_fraction)
+    rows = np.arange(len(selection.dataset))
+    if selection.dataset.starts is not None:
+        rows = np.unique(selection.dataset.documents, return_inverse=True)[1]
+    total = int(rows[-1]) + 1
+    share = config.eval_fraction
+    count = round(total * share) if share < 1 else round(share)
     if not 0 < count < total:
         held = "no document would be held out" if count == 0 else "no document would be left to train on"
-        raise ValueError(
-            f"eval_fraction={config.eval_fraction} of {total} documents: {held}; change it or use eval_data"
-        )
+        raise ValueError(f"eval_fraction={share:g} of {total} documents: {held}; change it or use eval_data")
     is_eval = np.zeros(total, np.bool_)
     is_eval[np.random.default_rng(config.seed).permutation(total)[:count]] = True
-    return _part(selection, ~is_eval), _part(selection, is_eval)
+    return _part(selection, ~is_eval[rows]), _part(selection, is_eval[rows])
 
 
 def _part(selection: Selection, chosen: np.ndarray) -> Selection:

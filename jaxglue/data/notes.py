@@ -12,7 +12,7 @@ from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.encode import DOUBLED_BOS
 from jaxglue.data.formats import read_row, row_media, unused_note
 from jaxglue.data.messages import Chat
-from jaxglue.data.readers import SAVED_INFO, read_rows
+from jaxglue.data.readers import SAVED_INFO, has_splits, is_slice, read_rows
 from jaxglue.data.store import TokenStore
 from jaxglue.data.stream import Window
 from jaxglue.data.template import trained_stops
@@ -48,6 +48,12 @@ def file_notes(groups: list[list[Tokenized]]) -> Iterator[str]:
             else:
                 seen[digest] = path, group
         yield from (one.damage for one in tokenized if one.damage)
+    sources = [one.source for tokenized in groups for one in tokenized]
+    yield from (
+        f"{source}: files have no splits, so all rows are read, not split {source.split}"
+        for source in sources
+        if not has_splits(source) and source.split != "train" and not is_slice(source.split)
+    )
     yield from unused_notes((one.source, one.format, one.unused) for tokenized in groups for one in tokenized)
 
 

@@ -97,6 +97,8 @@ def prepare_data(
     if isinstance(task, ReadTask):
         task.adopt(tokenizer)
     progress = progress or NoProgress()
+    if task is not None and (config.overlong == "split" or any(map(_has_treatment, config.sources))):
+        raise ValueError("overlong: to split, or by source, is for --objective sft: choose --overlong truncate or drop")
     if isinstance(task, LabelTask):
         task = task._replace(padding=padding_token(tokenizer), end=tokenizer.eos_token_id)
     elif isinstance(task, AnswerTask) and task.scored:
@@ -139,6 +141,10 @@ def prepare_data(
     names = short_names([source.name for source in config.eval_sources or config.sources])
     images = None if processor is None else image_rules(processor, config.sources[0], tokenizer)
     return PreparedData(train=train, eval=held_out, report=report, eval_sources=names, images=images)
+
+
+def _has_treatment(source: Source) -> bool:
+    return source.overlong is not None
 
 
 def _prepare_stream(

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,12 +51,48 @@ def source_parts(source: Source) -> "list[Callable[..., Iterator[Row]]]":
         parts = [partial(_arrow_rows, _load_saved(source), source.name)]
     else:
         parts = [partial(file_rows, path) for path in data_files(source.name)]
+        parts = [partial(_slice, parts, source)] if is_slice(source.split) else parts
     if source.columns:
         parts = [partial(_changed_rows, part, partial(_renamed, columns=source.columns)) for part in parts]
     if source.prompt:
         render = pair_renderer(source.prompt, source.completion)
         parts = [partial(_changed_rows, part, partial(_rendered, render=render)) for part in parts]
     return [*parts]
+
+
+def is_slice(split: str) -> bool:
+    """Tell whether a split is a part of one, such as train[:10%]."""
+    return "[" in split
+
+
+def has_splits(source: Source) -> bool:
+    """Tell whether a source's rows are in splits with names: files and folders of files are all of them train."""
+    return source.name.startswith(HUB_PREFIX) or _is_saved_dataset(Path(source.name))
+
+
+def _slice(parts: Sequence[Callable[..., Iterator[Row]]], source: Source, skip: int = 0) -> Iterator[Row]:
+    """Yield the rows of a slice of files, which are split train together."""
+    counted = sum(1 for part in parts for _ in part())
+    for _, first, end in _bounds(source, {"train": counted}):
+        rows = islice(chain.from_iterable(part() for part in parts), first, end)
+        skipped = min(skip, end - first)
+        skip -= skipped
+        yield from islice(rows, skipped, None)
+
+
+def _bounds(source: Source, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Return the name, first row and end of each part that a split of several slices has.
+
+    Raises:
+        ValueError: a name that is not among the splits, or no such slice.
+    """
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(dict(sizes))
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"data: {source.name}, split {source.split!r}: {error}") from error
+    return [(part.splitname, part.from_, part.to) for part in parts]
 
 
 def row_chunks(rows: Iterable[Row], most: int) -> Iterator[tuple[Row, ...]]:
@@ -105,7 +141,7 @@ def source_files(source: Source) -> list[Path]:
     Raises:
         ValueError: as `data_files`.
     """
-    split = Path(source.name) / source.split
+    split = Path(source.name) / source.split.partition("[")[0]
     is_split = (Path(source.name) / "dataset_dict.json").is_file() and split.is_dir()
     return data_files(str(split) if is_split else source.name)
 
@@ -151,7 +187,12 @@ def _load_saved(source: Source) -> Any:
     except Exception as error:  # datasets and pyarrow raise errors of many types for damaged files
         raise _damaged_folder(source.name, error) from error
     if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
+        if not is_slice(source.split):
+            return loaded
+        loaded = datasets.DatasetDict(train=loaded)
+    if is_slice(source.split):
+        bounds = _bounds(source, {name: len(rows) for name, rows in loaded.items()})
+        return datasets.concatenate_datasets([loaded[name].select(range(*ends)) for name, *ends in bounds])
     if source.split not in loaded:
         raise ValueError(f"data: {source.name} has no split {source.split!r}: choose --split from {', '.join(loaded)}")
     return loaded[source.split]

@@ -104,7 +104,11 @@ class TokenStream:
             for source, rules in pairs
         ]
         shares = [source.share for source in config.sources]
-        self.fingerprint = content_key(keys, shares, config.row_tokens, config.overlong, config.stream_tokens)
+        own = [source.overlong for source in config.sources]
+        treatments = [own] if any(own) else []
+        self.fingerprint = content_key(
+            *(keys, shares, config.row_tokens, config.overlong, config.stream_tokens), *treatments
+        )
         """Hash of the files' sizes and ends, the tokenizer and the settings."""
 
     def windows(
@@ -186,10 +190,13 @@ class _Reader:
         """Yield tokenized chunks of rows from a place on."""
         tokens, seq_len = place.tokens, self._config.row_tokens
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
-            if self._config.overlong == "error" and (encoded.lengths > seq_len).any():
+            treatment = self.source.overlong or self._config.overlong
+            if treatment == "error" and (encoded.lengths > seq_len).any():
                 raise self._overlong(encoded, end)
-            tokens += int(np.clip(encoded.lengths, 1, seq_len).sum())
-            yield _Chunk(end._replace(tokens=tokens), _cut(encoded, seq_len + 1))  # one more tells who is too long
+            splits = treatment == "split"
+            tokens += int(np.clip(encoded.lengths, 1, None if splits else seq_len).sum())
+            kept = encoded if splits else _cut(encoded, seq_len + 1)  # one more tells who is too long
+            yield _Chunk(end._replace(tokens=tokens), kept)
 
     def _jobs(self, place: Position) -> Iterator[tuple[tuple, Position]]:
         """Yield chunks of rows and the places behind them."""

@@ -37,7 +37,7 @@ from jaxglue.data.images import ImageRules
 from jaxglue.data.messages import Chat
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.read_rows import UnitEncoder
-from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
+from jaxglue.data.readers import hub_fingerprint, is_slice, read_rows, row_chunks, source_files
 from jaxglue.data.reads import ReadTask
 from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
@@ -303,6 +303,7 @@ def cache_key(
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
     further = {**columns}.items() - (PAIR_COLUMNS.items() if preferences else {}.items())
     rows: list[Any] = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
+    rows += ["slice"] if is_slice(source.split) else []
     rows += [source.rows, source.prompt, source.completion] if source.rows or source.prompt else []
     rows += [sorted(encoding.items())] if encoding else []
     rows += [reads] if reads else []

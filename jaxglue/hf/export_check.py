@@ -200,7 +200,8 @@ def trained_rows(
     chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, room // 16), dtype=np.int64))
     packed: list[list[np.ndarray]] = [[]]
     for document in np.random.default_rng(0).permutation(chosen):
-        piece = np.asarray(tokens[offsets[document] : offsets[document + 1]][:_TRAINED_TOKENS])
+        first, end = offsets[document], offsets[document + 1]
+        piece = np.asarray(tokens[np.arange(first, min(end, first + _TRAINED_TOKENS))])
         if sum(map(len, packed[-1])) + len(piece) > _TRAINED_TOKENS:
             if len(packed) == _TRAINED_ROWS:
                 break

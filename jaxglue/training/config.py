@@ -314,7 +314,9 @@ class RunConfig(Config):
     ] = "last"
     """Weights to export at the end: those of the last step, those with the lowest eval loss, or both (the best in
     `adapter` or `model`, the last in `adapter-last` or `model-last`)."""
-    early_stopping: Annotated[PositiveInt, Alias("early_stopping_patience"), _BY_EVAL_LOSS] | None = None
+    early_stopping: (
+        Annotated[PositiveInt, Alias("early_stopping_patience", "early_stopping_steps"), _BY_EVAL_LOSS] | None
+    ) = None
     """Evaluations in a row without a lower eval loss after which the run ends."""
     on_spike: Annotated[
         Literal["nothing", "skip", "rewind"],

@@ -69,8 +69,9 @@ OPTIMIZERS = Registry["OptimizerKind"]("optimizer")
 """Every optimizer, by its name in `--optimizer`; an entry is the whole of what a new one adds."""
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch_xla"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
-    "lion_32bit": "lion",
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
 }
 _Share = Annotated[float, Range(ge=0, le=1)]
 _Decay = Annotated[float, Range(ge=0, lt=1)]

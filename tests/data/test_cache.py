@@ -124,6 +124,14 @@ def test_folders_of_killed_writers_are_removed(tmp_path, prepare, write_jsonl):
     assert entry(tmp_path) == folder
 
 
+def test_a_split_of_files_is_sliced_or_noted(prepare, write_jsonl):
+    path = write_jsonl([{"text": f"What is {number}"} for number in range(4)])
+    whole = prepare(path, split="held").report
+    assert whole.rows == 4 and whole.notes[0].endswith("files have no splits, so all rows are read, not split held")
+    part = prepare(path, split="train[:50%]").report
+    assert part.rows == 2 and not any("splits" in note for note in part.notes)
+
+
 def test_files_given_twice_are_noted(tmp_path, prepare, write_jsonl):
     path = write_jsonl([{"text": "What is 1"}])
     assert "data.jsonl is read twice" in prepare((path, path)).report.notes[0]

@@ -51,7 +51,39 @@ def test_held_out_documents_are_disjoint_and_seeded(prepare, write_jsonl, chat_r
     path = write_jsonl(chat_rows(50))
     one, same, other = (prepare(path, eval_fraction=0.2, seed=seed) for seed in (0, 0, 1))
     assert not set(one.train.documents) & set(one.eval.documents)
+    assert {*prepare(path, eval_fraction=10).eval.documents} == {*one.eval.documents}
     assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def pieces(dataset) -> list[list[int]]:
+    return [dataset.store.tokens[dataset.indices(document)].tolist() for document in range(len(dataset))]
+
+
+def test_split_documents_are_pieces_that_hold_every_token(prepare, write_jsonl, chat_rows):
+    texts = [{"text": f"{number} " * (20 + 30 * number)} for number in range(4)]
+    path, chats = write_jsonl(texts), write_jsonl(chat_rows(3), "chats.jsonl")
+    whole = prepare(path, seq_len=4096).train
+    split = prepare(path, seq_len=32, overlong="split")
+    assert split.report.truncated == 0 and split.report.dropped == 0
+    assert [token for piece in pieces(split.train) for token in piece] == [t for one in pieces(whole) for t in one]
+    assert max(split.train.lengths) == 32 and split.report.train.documents == len(split.train) > len(whole)
+    assert split.report.train.target_tokens == whole.targets.sum() - (len(split.train) - len(whole))
+    assert split.fingerprint != prepare(path, seq_len=32).fingerprint
+    rows = BatchIterator(split.train, seq_len=32, batch_size=1, epochs=1)
+    seen = [tuple(batch.tokens[batch.segments.segment_ids > 0]) for step in rows for batch in step.micro_batches]
+    assert sorted(token for row in seen for token in row) == sorted(t for one in pieces(whole) for t in one)
+    both = prepare((path, chats), seq_len=256, overlong="split").train
+    alone = prepare(path, seq_len=256, overlong="split").train
+    by_source = prepare((f"{path}?overlong=split", chats), seq_len=256, overlong="drop").train
+    assert pieces(by_source) == pieces(both)
+    assert pieces(both)[: len(alone)] == pieces(alone) and pieces(both)[len(alone) :] == pieces(prepare(chats).train)
+
+
+def test_pieces_of_a_document_are_held_out_together(prepare, write_jsonl):
+    path = write_jsonl([{"text": f"{number} " * 90} for number in range(6)])
+    prepared = prepare(path, seq_len=32, overlong="split", eval_fraction=2)
+    assert len(set(prepared.eval.documents)) == 2 and len(set(prepared.train.documents)) == 4
+    assert not set(prepared.eval.documents) & set(prepared.train.documents)
 
 
 def test_separate_held_out_data(prepare, write_jsonl, chat_rows):
@@ -175,10 +207,10 @@ def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message)
         ({"eval_data": "a?weight=2"}, "eval_data: held-out data have no weight"),
         ({"columns": "prompt"}, "columns: expected new=old,new=old, such as prompt=question, got 'prompt'"),
         ({"format": "csv"}, r"format: expected auto \| auto_chat \| messages .*, got 'csv'"),
-        ({"overlong": "wrap"}, r"overlong: expected truncate \| drop \| error, got 'wrap'"),
+        ({"overlong": "wrap"}, r"overlong: expected truncate \| split \| drop \| error, got 'wrap'"),
         ({"loss_on": "user"}, r"loss_on: expected assistant \| completion \| last-turn \| all, got 'user'"),
         ({"seq_len": 1}, r"seq_len: expected int >= 2 \| none, got 1"),
-        ({"eval_fraction": 1.0}, r"eval_fraction: expected float >= 0 and < 1, got 1\.0"),
+        ({"eval_fraction": 1.0}, r"eval_fraction: expected below 1, or a number of documents, got 1\.0"),
         ({"eval_fraction": 0.1, "eval_data": "b"}, "eval_data and eval_fraction are both given"),
         ({"workers": 0}, r"workers: expected int >= 1 \| none, got 0"),
         ({"chat_template": "missing.jinja"}, "chat_template: no such file: missing.jinja"),

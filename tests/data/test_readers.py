@@ -9,7 +9,7 @@ import pytest
 
 from jaxglue.data import files
 from jaxglue.data.config import Source, parse_source
-from jaxglue.data.readers import read_rows, source_files
+from jaxglue.data.readers import read_rows, source_files, source_parts
 from jaxglue.files.json_file import parse_array
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
@@ -85,6 +85,26 @@ def test_reads_saved_datasets(tmp_path):
     next((tmp_path / "one").glob("*.arrow")).write_bytes(b"cut off")
     with pytest.raises(ValueError, match=r"one: a damaged data set: .*; save it again with save_to_disk"):
         values(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [("train[:25%]", range(2)), ("train[5:]", range(5, 8)), ("train[-2:]", (6, 7)), ("train[:1]+train[6:7]", (0, 6))],
+)
+def test_a_slice_of_a_split_is_read_alike_from_files_and_saved_datasets(tmp_path, split, numbers):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": str(number)} for number in range(8)]
+    (tmp_path / "folder").mkdir()
+    for name, part in (("a", rows[:3]), ("b", rows[3:])):
+        (tmp_path / f"folder/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "dict")
+    for name in ("folder", "one", "dict"):
+        assert values(tmp_path / name, split=split) == [rows[number] for number in numbers], name
+    (part,) = source_parts(Source(name=str(tmp_path / "folder"), split=split))
+    assert [row.value for row in part(1)] == [rows[number] for number in numbers][1:]
+    with pytest.raises(ValueError, match=r"folder, split 'test\[:1\]': Unknown split"):
+        values(tmp_path / "folder", split="test[:1]")
 
 
 def test_reads_hub_data_sets(monkeypatch):

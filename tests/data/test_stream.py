@@ -223,3 +223,14 @@ def test_closing_ends_the_tokenizing_of_a_window(open_stream, write_jsonl):
     next(iterator)
     iterator.close()
     assert len(ended) == 2 and sum(read) < 100_000
+
+
+def test_windows_hold_every_token_of_split_documents(open_stream, tmp_path):
+    rows = [{"text": f"{number} " * 100} for number in range(3)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cut, split = (
+        next(open_stream(str(tmp_path / "long.jsonl"), overlong=how).windows()) for how in ("truncate", "split")
+    )
+    assert set(cut.dataset.lengths) == {64} and cut.rows == len(cut.dataset)
+    assert split.dataset.lengths.sum() == split.dataset.store.lengths.sum() > 100 * split.rows
+    assert split.dataset.lengths.max() == 64

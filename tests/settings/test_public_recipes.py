@@ -76,7 +76,8 @@ def test_public_recipes_are_of_five_programs_and_four_objectives():
     programs = [recipe["program"] for recipe in RECIPES]
     assert len(RECIPES) >= 40 and len(set(programs)) == 5 and min(map(programs.count, programs)) >= 5
     assert len({recipe["expects"]["objective"] for recipe in RECIPES if "expects" in recipe}) >= 4
-    assert {program_of(recipe["settings"]).name for recipe in RECIPES} == {program.name for program in PROGRAMS}
+    found = {program_of(recipe["settings"]).name for recipe in RECIPES}
+    assert found | {"ms-swift"} == {program.name for program in PROGRAMS}  # whose public recipes are command lines
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,7 @@ def test_preference_recipe_without_a_command_asks_for_the_objective(tmp_path):
     [
         (r"model\.layers\.\d+\.(mlp|self_attn)\.(up|down|q)_proj", ("q_proj", "up_proj", "down_proj")),
         (r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|k)_proj", ("k_proj", "up_proj")),
+        (r"model.text_model.layers.[\d]+.self_attn.(q|o)_proj", ("q_proj", "o_proj")),
         (r".*self_attn.*", ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")),
     ],
 )  # fmt: skip
@@ -220,7 +222,7 @@ def test_streams_of_pretraining_and_inline_templates_are_read(tmp_path):
         "chat_template: \"{% for message in messages %}{{ message['content'] }}{% endfor %}\"\n"
     )
     config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
-    assert config.data.data == ("hf:a/b:en?format=text&columns=text=body",) and config.data.streaming
+    assert config.data.data == ("hf:a/b:en?format=text&overlong=truncate&columns=text=body",) and config.data.streaming
     assert config.data.chat_template.startswith("{% for") and config.model.random_weights
 
 
@@ -272,3 +274,196 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
     assert read(tmp_path, text, {"objective": "dpo"}).objective.loss_type == "hinge"
     with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
         read(tmp_path, text.replace("[hinge]", "[hinge, sigmoid]"), {"objective": "dpo"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch_size: 32\nmicro_batch_size: 4", {"documents_per_step": 32}),
+        ("micro_batch_size: 4\nbatch_size: 32\nsample_packing: true", {"gradient_accumulation_steps": 8}),
+        ("batch_size: 32\ngradient_accumulation_steps: 2", {"documents_per_step": 2}),
+        ("excess_length_strategy: raise", {"overlong": "error"}),
+        ("val_set_size: 200", {"eval_fraction": 200}),
+        ("val_set_size: 0.1\nearly_stopping_steps: 3", {"early_stopping": 3}),
+        ("lr_scheduler: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-5}", {"min_lr_ratio": 0.1}),
+        (
+            "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            {"targets": ("q_proj", "mlp.experts.down_proj")},
+        ),
+        (
+            "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            {"targets": ("all-linear",)},
+        ),
+    ],
+)
+def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
+    config = read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
+    merged = {**vars(config.optimizer), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    for name, value in expected.items():
+        assert merged[name] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])
+def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="lr_scheduler_kwargs: expected min_lr_rate alone"):
+        read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {value}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overlong"),
+    [
+        ("base_model: m\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: completion}]", "split"),
+        ("base_model: m\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: alpaca}]", "drop"),
+        (
+            "base_model: m\nlearning_rate: 1e-4\n"
+            "datasets: [{path: a.jsonl, type: alpaca}, {path: b.jsonl, type: completion}]",
+            "split",
+        ),
+        (
+            "base_model: m\nlearning_rate: 1e-4\nmax_steps: 9\npretraining_dataset: [{path: a.jsonl}]\n"
+            "sample_packing: true",
+            "split",
+        ),
+        ("base_model: m\nlearning_rate: 1e-4\nmax_steps: 9\npretraining_dataset: [{path: a.jsonl}]", "truncate"),
+        ("model_name_or_path: m\nstage: pt\ndata: a.jsonl", "split"),
+        ("model_name_or_path: m\nstage: pt\ndata: a.jsonl\npacking: false", "truncate"),
+        ("model_name_or_path: m\ndata: a.jsonl\npacking: true\npacking_strategy: wrapped", "split"),
+        ("model_name_or_path: m\ndata: a.jsonl\npacking: true", "truncate"),
+    ],
+)
+def test_long_documents_are_split_where_the_program_splits_them(tmp_path, text, overlong):
+    path = tmp_path / "recipe.yml"
+    path.write_text(text, encoding="utf-8")
+    config = construct(TrainConfig, read_recipe(TrainConfig, path), {})
+    assert (config.data.sources[-1].overlong or config.data.overlong) == overlong
+    assert config.data.sources[0].overlong is None or len(config.data.sources) == 1
+
+
+SEEING = "base_model: m\nlearning_rate: 1e-4\nprocessor_type: AutoProcessor\n"
+LORA = "adapter: lora\nlora_r: 8\nlora_alpha: 8\n"
+LANGUAGE = r"model.language_model.layers.[\d]+.self_attn.(q|k)_proj"
+
+
+@pytest.mark.parametrize(
+    ("text", "trains", "line"),
+    [
+        (SEEING, "all", "the vision tower trains, too"),
+        (SEEING + "freeze_mm_modules: true", "none", ""),
+        (SEEING + LORA + "lora_target_linear: true", "all", "the vision tower trains, too"),
+        (SEEING + LORA + f"lora_target_modules: '{LANGUAGE}'", "none", ""),
+        (SEEING + LORA + "lora_target_modules: [q_proj]", "none", "--train-vision all adapts them all"),
+        ("base_model: m\nlearning_rate: 1e-4", "none", ""),
+        ("model_name: m\nfinetune_language_layers: true", "all", "the vision tower trains, too"),
+        ("model_name: m\nfinetune_language_layers: true\nfinetune_vision_layers: false", "none", ""),
+        ("model_name_or_path: m\nfinetuning_type: full\nfreeze_vision_tower: true", "none", ""),
+    ],
+)
+def test_the_vision_tower_trains_where_it_does_there(tmp_path, caplog, text, trains, line):
+    assert read(tmp_path, text).model.train_vision == trains
+    assert line in caplog.text and ("vision tower" in caplog.text) == bool(line)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optim"])
+def test_narrow_moments_are_wider_here(tmp_path, caplog, key):
+    head = f"base_model: m\nlearning_rate: 1e-4\n{key}: "
+    assert read(tmp_path, head + "adamw_torch_4bit").optimizer.moments == "8bit"
+    assert "adamw_torch_4bit: its moments have 8 bits here, not 4" in caplog.text
+    assert read(tmp_path, head + "paged_lion_8bit").optimizer.optimizer == "lion"
+    assert "paged_lion_8bit: its moments have 32 bits here, not 8" in caplog.text
+    assert read(tmp_path, head + "paged_lion_32bit").optimizer.optimizer == "lion"
+
+
+def test_no_warmup_steps_leave_the_share(tmp_path):
+    for steps, expected in ((0, None), (5, 5)):
+        found = read(tmp_path, f"model_name_or_path: m\nwarmup_steps: {steps}\nwarmup_ratio: 0.1").optimizer
+        assert (found.warmup_steps, found.warmup_ratio) == (expected, 0.1)
+
+
+def test_the_column_of_texts_is_renamed(tmp_path):
+    assert read(tmp_path, "model_name_or_path: m\ndataset_text_field: body").data.columns == "text=body"
+    assert read(tmp_path, "model_name_or_path: m\ndataset_text_field: text").data.columns == ""
+
+
+def test_a_default_warmup_of_axolotl_is_told_to_be_bounded(tmp_path, caplog):
+    read(tmp_path, "base_model: m\nlearning_rate: 1e-4")
+    assert "warmup_ratio 0.03 (at most 100 steps there)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "room"),
+    [
+        ("max_completion_length: 1024", None),
+        ("max_completion_length: 1024\nmax_prompt_length: 256", 1280),
+        ("max_completion_length: 8192", 10240),
+        ("max_completion_length: 8192\nmax_length: 9000", 9000),
+    ],
+)
+def test_rows_of_answers_have_room_for_their_prompts(tmp_path, caplog, text, room):
+    config = read(tmp_path, f"model_name_or_path: m\nuse_peft: true\nreward_funcs: [accuracy]\n{text}")
+    assert config.data.seq_len == room and config.rollouts.reward == ("math",)
+    assert ("prompt and answer together" in caplog.text) == (room is not None and "max_length" not in text)
+
+
+def test_prompts_of_open_r1_are_questions_with_its_system_message(tmp_path):
+    text = (
+        "model_name_or_path: m\nreward_funcs: [exact]\nbeta: 0\ndataset_prompt_column: problem\nsystem_prompt: Think."
+    )
+    data = read(tmp_path, text).data
+    assert (data.sources[0].columns, data.system) == ({"question": "problem"}, "Think.")
+
+
+@pytest.mark.parametrize(
+    ("text", "warmup", "told"),
+    [
+        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1", 0.0, True),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10", 0.0, True),
+        ("lr_scheduler_type: constant", 0.0, False),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_ratio: 0.1", 0.1, False),
+    ],
+)
+def test_a_constant_rate_has_no_warmup_there(tmp_path, caplog, text, warmup, told):
+    for name in ("model_name_or_path: m\nuse_peft: true", "base_model: m\nlearning_rate: 1e-4"):
+        found = read(tmp_path, f"{name}\n{text}").optimizer
+        assert (found.schedule, found.warmup_ratio, found.warmup_steps) == ("constant", warmup, None)
+    assert ("constant has no warm-up there" in caplog.text) == told
+
+
+def test_a_supervised_loss_stands_beside_simpo_where_trls_trainer_adds_it(tmp_path):
+    axolotl = read(tmp_path, "base_model: m\nlearning_rate: 1e-4\nrl: simpo").objective
+    stated = read(tmp_path, "base_model: m\nlearning_rate: 1e-4\nrl: simpo\ncpo_alpha: 0").objective
+    factory = read(tmp_path, "model_name_or_path: m\nstage: dpo\npref_loss: simpo").objective
+    assert (axolotl.rpo_alpha, stated.rpo_alpha, factory.rpo_alpha) == (1.0, 0.0, 0.0)
+
+
+def test_supervised_losses_by_trls_names(tmp_path):
+    assert read(tmp_path, "model_name_or_path: m\nloss_type: chunked_nll").objective.objective == "sft"
+    assert read(tmp_path, "model_name: m\nloss_type: nll").objective.objective == "sft"
+    with pytest.raises(ValueError, match="--loss-type is for --objective dpo") as error:
+        read(tmp_path, "model_name_or_path: m\nloss_type: dft")
+    assert "preference" not in str(error.value)
+
+
+def test_recipes_of_answers_are_known_by_their_loss(tmp_path):
+    text = "model_name: m\nloss_type: dr_grpo\nmask_truncated_completions: true\nreward_funcs: [exact]"
+    assert read(tmp_path, text).objective.objective == "dr_grpo"
+    with pytest.raises(ValueError, match="--objective dr_grpo needs --reward"):
+        read(tmp_path, text.replace("\nreward_funcs: [exact]", ""))
+
+
+def test_beginning_and_unknown_tokens_are_the_tokenizers_own(tmp_path, caplog):
+    text = "base_model: m\nlearning_rate: 1e-4\nspecial_tokens: {bos_token: <s>, eos_token: </s>, unk_token: <unk>}"
+    assert read(tmp_path, text).data.eos_token == "</s>"
+    assert "may differ: bos_token, unk_token (the tokenizer's own are used" in caplog.text
+    with pytest.raises(ValueError, match="special_tokens: the tokenizer's own are used but for eos_token"):
+        read(tmp_path, text.replace("unk_token", "mask_token"))
+
+
+@pytest.mark.parametrize(("weights", "alpha"), [("[1.0, 0.2]", 0.2), ("null", 1.0)])
+def test_a_supervised_loss_among_losses_is_rpos(tmp_path, weights, alpha):
+    text = f"model_name_or_path: m\nuse_peft: true\nloss_type: [hinge, sft]\nloss_weights: {weights}"
+    found = read(tmp_path, text, {"objective": "dpo"}).objective
+    assert (found.loss_type, found.rpo_alpha) == ("hinge", alpha)
+    with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
+        read(tmp_path, text.replace(weights, "[0.5, 1]"), {"objective": "dpo"})

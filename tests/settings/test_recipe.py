@@ -224,6 +224,11 @@ def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
     config = load_config(TrainConfig, write(f"{text}datasets: [{{path: a.jsonl, {rows}}}]\n"))
     assert (config.objective.objective, config.optimizer.warmup_ratio) == ("reward", 0.1)
     assert config.data.sources[0].columns == {"chosen": "good"}
+    training = "message_field_training: train, trust_remote_code: false, shards: null"
+    config = load_config(TrainConfig, write(f"base_model: m\ndatasets: [{{path: a.jsonl, {training}}}]\n"))
+    assert config.data.data == ("a.jsonl",)
+    with pytest.raises(ValueError, match=r"message_field_training: expected train \| .*, got 'learn': rename it"):
+        load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, message_field_training: learn}]\n"))
     with pytest.raises(ValueError, match=r"field_thinking: expected reasoning_content | .*, got 'trace': rename it"):
         load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, field_thinking: trace}]\n"))
 
@@ -342,14 +347,17 @@ DATASET_INFO = {
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "kto_tag": "ok"},
     },
-    "seen": {"file_name": "seen.json", "columns": {"images": "images"}},
+    "seen": {"file_name": "seen.json", "columns": {"images": "pictures", "videos": "videos", "audios": "sounds"}},
+    "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
+    "some": {"file_name": "some.json", "num_samples": 5},
+    "odd": {"file_name": "odd.json", "columns": {"depths": "depths"}},
     "far": {"ms_hub_url": "o/far"},
     "bare": {"formatting": "sharegpt"},
     "roles": {"file_name": "r.json", "formatting": "sharegpt", "tags": {"role_tag": "role", "user_tag": "asker"}},
 }
 
 
-def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
+def test_named_data_sets_of_llama_factory_are_found(write, tmp_path, caplog):
     (tmp_path / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
     head = f"{UNPACKED}dataset_dir: {tmp_path}\n"
     config = load_config(TrainConfig, write(f"{head}dataset: chats, plain\neval_dataset: judged\nmax_samples: 9\n"))
@@ -363,9 +371,22 @@ def test_named_data_sets_of_llama_factory_are_found(write, tmp_path):
     assert config.data.eval_sources[0].columns == {"kto_tag": "ok"}
     (pairs,) = load_config(TrainConfig, write(f"{head}dataset: [pairs]\nstage: dpo\n")).data.sources
     assert (pairs.name, pairs.split, pairs.format, pairs.rows) == ("hf:o/pairs:fine", "held", "auto_chat", None)
+    (seen,) = load_config(TrainConfig, write(f"{head}dataset: seen\n")).data.sources
+    assert seen.columns == {"images": "pictures", "audios": "sounds"} and seen.format == "alpaca_chat"
+    books, plain = load_config(TrainConfig, write(f"{head}dataset: books,plain\nstage: pt\n")).data.sources
+    assert (books.format, books.columns, plain.format, plain.columns) == (
+        "text",
+        {"text": "body"},
+        "text",
+        {"text": "ask"},
+    )
+    for most, rows in (("", 5), ("max_samples: 3", 3), ("max_samples: 9", 5)):
+        caplog.clear()
+        (some,) = load_config(TrainConfig, write(f"{head}dataset: some\n{most}\n")).data.sources
+        assert some.rows == rows and "may differ: dataset_sample (the first rows" in caplog.text
     for name, message in (
         ("none", r"dataset: none: .*dataset_info.json does not describe it; it has chats, plain"),
-        ("seen", "dataset: seen: columns: images is not read: only text is trained on"),
+        ("odd", "dataset: odd: columns: depths is not read"),
         ("far", "dataset: far: ms_hub_url: only files and the Hugging Face hub are read"),
         ("bare", "dataset: bare: it has neither file_name nor hf_hub_url in .*dataset_info.json: add one"),
         ("roles", r"dataset: roles: tags: user_tag: expected human \| user, got 'asker'"),

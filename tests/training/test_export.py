@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import TENSORS, load_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export_check import CHECK_FILE
+from jaxglue.hf.export_check import CHECK_FILE, TRAINED_FILE
 from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
@@ -53,6 +53,13 @@ def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folde
         assert settled.lora == replace(start.config, dropout=taken)
     with pytest.raises(ValueError, match="brings its own rank 4"):
         train(replace(config, lora=replace(config.lora, rank=3), run=replace(config.run, output=tmp_path / "third")))
+
+
+def test_a_run_on_several_sources_keeps_rows_of_them(make_config, write_jsonl, chat_rows):
+    sources = (write_jsonl(chat_rows(9)), write_jsonl(chat_rows(9, seed=1), "more.jsonl"))
+    adapter = train(make_config(data=sources, steps=1)).adapter
+    kept = np.load(adapter.parent / TRAINED_FILE)
+    assert kept["tokens"].any()
 
 
 def test_an_adapter_that_unties_the_head_is_trained_on(with_weights, model_folder, tmp_path):

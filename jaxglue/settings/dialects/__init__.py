@@ -20,12 +20,23 @@ from jaxglue.settings.config import (
 )
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
-from jaxglue.settings.dialects.defaults import AXOLOTL, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.defaults import AXOLOTL, SWIFT, TORCHTUNE, TRL, program_of
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
-from jaxglue.settings.dialects.meaning import use_chats, use_documents, use_no_dropout, use_trackers
+from jaxglue.settings.dialects.meaning import (
+    use_chats,
+    use_constant_rate,
+    use_documents,
+    use_no_dropout,
+    use_pieces,
+    use_room,
+    use_tower,
+    use_trackers,
+    use_wider_moments,
+)
 from jaxglue.settings.dialects.rollouts import with_rollouts
+from jaxglue.settings.dialects.swift import with_swift_settings
 from jaxglue.settings.dialects.torchtune import with_flat_settings
-from jaxglue.settings.dialects.values import CONVERTERS, Nested, with_objective, with_one_name
+from jaxglue.settings.dialects.values import CONVERTERS, SUPERVISED, Nested, with_objective, with_one_name
 from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
@@ -57,11 +68,12 @@ def translate(
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
-    given = with_flat_settings(recipe, where) if program is TORCHTUNE else recipe
+    given = _flat(recipe, where)
     values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else ())
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
-    if program is TRL and "objective" not in values.get("objective", {}) and (loss := _PREFERENCE & recipe.keys()):
+    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
+    if program is TRL and "objective" not in values.get("objective", {}) and loss:
         wrong.append(
             f"{', '.join(sorted(loss))}: settings of a preference loss, and TRL names it in the command: add "
             "--objective dpo (or kto, orpo, reward, …)"
@@ -69,7 +81,19 @@ def translate(
     if wrong:
         raise ValueError(where + "; ".join(wrong))
     use_trackers(recipe, values)
-    notes = [use_documents(given, values, program), use_chats(values, program), use_no_dropout(recipe, values, program)]
+    notes = [
+        use_documents(given, values, program),
+        use_chats(values, program),
+        use_pieces(recipe, values, program),
+        use_room(given, values) if program is not None else None,
+        use_tower(recipe, values, program),
+        use_wider_moments(recipe),
+        use_constant_rate(recipe, values, program),
+        f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"
+        if program is not None and program.rows and "seq_len" not in {**values.get("data", {}), **flags}
+        else None,
+        use_no_dropout(recipe, values, program),
+    ]
     lines = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
         lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
@@ -78,6 +102,13 @@ def translate(
     if lines:
         _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
     return values
+
+
+def _flat(recipe: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the recipe with names of its own program's alone by those of others or ours."""
+    readers = {TORCHTUNE.name: with_flat_settings, SWIFT.name: with_swift_settings}
+    program = program_of(recipe)
+    return recipe if program is None or program.name not in readers else readers[program.name](recipe, where)
 
 
 def _read(
@@ -141,7 +172,7 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
 
 def foreign_kinds(recipe: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
     """Return the names of kinds in another program's recipe, by field; raise ValueError as `translate` does."""
-    given = with_flat_settings(recipe, where) if program_of(recipe) is TORCHTUNE else recipe
+    given = _flat(recipe, where)
     return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
 
 

@@ -16,6 +16,8 @@ _FORMATS = {
     "input_output": "segments",
 }
 """Row formats by axolotl's types."""
+_SPLIT = ("completion", "pretrain")
+"""axolotl's types of texts, which it splits where they are longer than a row."""
 _SYSTEM = "{% if system %}### System:\n{{ system }}\n\n{% endif %}"
 _ORCA = (
     "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}### Human:\n{{ question }}\n### Assistant:\n"
@@ -48,6 +50,8 @@ _ANSWERS = "chat_template.default"
 """axolotl's type of pairs of answers."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
+_WEIGHTS = ("train", "training", "weight")
+"""Names of a message's key that says whether it is trained on."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 """Names of a message's keys that are read without renaming."""
 
@@ -66,6 +70,8 @@ def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
+    if "dataset_id_or_path" in values:
+        values["dataset_name"] = values.pop("dataset_id_or_path")
     for key, read in _MIXTURES.items():
         if values.get(key) is not None:
             try:
@@ -93,12 +99,16 @@ def _mixture(mixture: Any, _: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             raise ValueError(f"each data set needs a path, got {item!r:.100}")
         files = item.get("data_files")
-        names = [files] if isinstance(files, str) else files or [_named(name, None if subset == "default" else subset)]
+        names = (
+            [files]
+            if isinstance(files, str)
+            else files or [named_source(name, None if subset == "default" else subset)]
+        )
         split = _part(item.get("split", "train"), item.get("weight"))
         group = "eval_data" if split.startswith(("test", "validation")) else "data"
         sources[group] += [name if split == "train" else f"{name}?split={split}" for name in names]
     if (size := mixture.get("test_split_size")) is not None and not sources["eval_data"]:
-        more |= {"eval_fraction": size} if isinstance(size, float) else {"test_split_size": size}
+        more["eval_fraction"] = size
     return {key: names for key, names in sources.items() if names} | more
 
 
@@ -114,12 +124,12 @@ def _mixer(mixer: Any, values: dict[str, Any]) -> dict[str, Any]:
         group = "eval_data" if "test" in split else "data"
         for index, (name, share) in enumerate(mixer.items()):
             part = split if group == "eval_data" else _part(split, share)  # held-out splits are read whole there
-            source = _named(name, configs[index] if configs else None)
+            source = named_source(name, configs[index] if configs else None)
             sources[group].append(source if part == "train" else f"{source}?split={part}")
     return {key: names for key, names in sources.items() if names}
 
 
-def _stream(data: Any, _: dict[str, Any]) -> dict[str, Any]:
+def _stream(data: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return axolotl's streams of texts, a name or a list of data sets."""
     items = [{"path": data}] if isinstance(data, str) else data if isinstance(data, list) else [data]
     items = [{"path": item} if isinstance(item, str) else {"type": "pretrain", **item} for item in items]
@@ -129,7 +139,10 @@ def _stream(data: Any, _: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{key}: not here: leave it out")
         if (column := item.pop("text_column", "text")) != "text":
             item["field"] = column
-    return {"data": list(data_sets("data")(items)["data"]["data"]), "format": "text", "streaming": True}
+    names = data_sets("data")(items)["data"]["data"]
+    if not values.get("sample_packing"):
+        names = [name.replace("overlong=split", "overlong=truncate") for name in names]
+    return {"data": list(names), "format": "text", "streaming": True}
 
 
 _MIXTURES: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
@@ -149,13 +162,13 @@ def _part(split: str, share: Any) -> str:
     return f"{split}[:{100 * share:g}%]"
 
 
-def _named(name: str, subset: str | None) -> str:
+def named_source(name: str, subset: str | None) -> str:
     """Return a file as it is, and a name on the hub with our prefix."""
     return name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
 
 
 def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, Any]:
-    source = _named(name, subset)
+    source = named_source(name, subset)
     return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 
@@ -173,7 +186,8 @@ def data_sets(field: str) -> Callable[[Any], dict[str, Any]]:
 def _sources(item: dict[str, Any]) -> list[str]:
     """Return a data set's files, or its name on the hub, with the settings of its rows."""
     path, files, subset = item.pop("path"), item.pop("data_files", []), item.pop("name", None)
-    item.pop("ds_type", None)
+    for key in ("ds_type", *(key for key in ("trust_remote_code", "revision", "shards", "skip") if not item.get(key))):
+        item.pop(key, None)
     for name in (path, *([files] if isinstance(files, str) else files), *([subset] if subset else [])):
         if not isinstance(name, str):
             raise ValueError(f"expected names, got {name!r:.100}")
@@ -197,6 +211,8 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         raise ValueError(f"{path}: type: expected {' | '.join([*_FORMATS, *_PATTERNS])}, got {kind!r:.100}")
     elif _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
+    if kind in _SPLIT:
+        options["overlong"] = "split"
     if (split := item.pop("split", "train")) != "train":
         options["split"] = str(split)
     names = {
@@ -217,6 +233,10 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     for key in ("field_thinking", "template_thinking_key"):
         if (given := item.pop(key, _THINKING[0])) not in _THINKING:
             raise ValueError(f"{path}: {key}: expected {' | '.join(_THINKING)}, got {given!r:.100}: rename it")
+    if (weight := item.pop("message_field_training", None) or _WEIGHTS[0]) not in _WEIGHTS:
+        raise ValueError(
+            f"{path}: message_field_training: expected {' | '.join(_WEIGHTS)}, got {weight!r:.100}: rename it"
+        )
     if (ends := item.pop("train_on_eos", "turn")) != "turn":
         raise ValueError(f"{path}: train_on_eos: expected turn, got {ends!r:.100}")
     _check_roles(path, item.pop("roles", {}))

@@ -10,7 +10,8 @@ from jaxglue.files.json_file import read_json
 
 _FILE = "dataset_info.json"
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-_RENAMED = {"system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}
+_SAME = ("system", "tools", "chosen", "rejected", "kto_tag", "images", "videos", "audios")
+"""Columns that have the same names here."""
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
 _TAGS = {
     **{"role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user")},
@@ -18,7 +19,10 @@ _TAGS = {
     **{"function_tag": ("function_call",), "system_tag": ("system",)},
 }
 """Names of keys and roles that rows are read with, by the tags that name them."""
-_KNOWN_KEYS = ("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", *_ELSEWHERE)
+_KNOWN_KEYS = (
+    *("formatting", "ranking", "columns", "tags", "file_name", "hf_hub_url", "subset", "split", "num_samples"),
+    *_ELSEWHERE,
+)
 
 
 def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -32,6 +36,7 @@ def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(names["dataset"], str | list) or not (folder / _FILE).is_file():
         return dict(recipe)
     known, values = read_json(folder / _FILE), dict(recipe)
+    texts = recipe.get("stage") == "pt"
     rows = values.pop("max_samples", None)
     values.pop("dataset_dir", None)
     for key, field in (("dataset", "data"), ("eval_dataset", "eval_data")):
@@ -39,12 +44,16 @@ def described_sources(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given is None:
             continue
         listed = given.split(",") if isinstance(given, str) else given
-        values[field] = [_source(str(name).strip(), known, folder, rows, f"{where}{key}: ") for name in listed]
+        if any(isinstance(info := known.get(str(name).strip()), dict) and info.get("num_samples") for name in listed):
+            values["dataset_sample"] = True
+        values[field] = [
+            _source(str(name).strip(), known, folder, rows, f"{where}{key}: ", texts=texts) for name in listed
+        ]
     return values
 
 
-def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where: str) -> str:
-    """Return a described data set as `name?option=value`."""
+def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where: str, *, texts: bool) -> str:
+    """Return a described data set as `name?option=value`; with `texts` its prompts are texts to train on."""
     info = known.get(name)
     if not isinstance(info, dict):
         raise ValueError(f"{where}{name}: {folder / _FILE} does not describe it; it has {', '.join(known):.200}")
@@ -61,25 +70,30 @@ def _source(name: str, known: Mapping[str, Any], folder: Path, rows: Any, where:
         path = os.fspath(folder / str(info["file_name"]))
     options = {"split": info["split"]} if info.get("split", "train") != "train" else {}
     alpaca = info.get("formatting", "alpaca") == "alpaca"
-    options |= _columns(info.get("columns", {}), where, alpaca=alpaca)
+    columns = info.get("columns", {})
+    if texts and alpaca:
+        column = columns.get("prompt", _ALPACA["prompt"])
+        options |= {"format": "text"} | ({"columns": f"text={column}"} if column != "text" else {})
+    else:
+        options |= _columns(columns, where, alpaca=alpaca)
     _check_tags(info.get("tags", {}), where)
-    if alpaca and not info.get("ranking") and "kto_tag" not in info.get("columns", {}):
+    if alpaca and not texts and not info.get("ranking") and "kto_tag" not in info.get("columns", {}):
         options["format"] = "alpaca_chat"
-    if rows is not None:
-        options["rows"] = str(rows)
+    if counts := [count for count in (rows, info.get("num_samples")) if count is not None]:
+        options["rows"] = str(min(counts) if all(isinstance(count, int) for count in counts) else counts[0])
     query = "&".join(f"{key}={quote(str(value), safe='[]%:,=')}" for key, value in options.items())
     return f"{path}?{query}" if query else path
 
 
 def _columns(columns: Mapping[str, Any], where: str, *, alpaca: bool) -> dict[str, str]:
     """Return the option that renames a data set's columns."""
-    ours = {**_RENAMED, **(_ALPACA if alpaca else {})}
+    ours = {**{name: name for name in _SAME}, **(_ALPACA if alpaca else {})}
     renamed = []
     for name, old in columns.items():
         if name == "messages" and not alpaca:
             renamed += [] if old in ("messages", "conversations") else [f"messages={old}"]
         elif name not in ours:
-            raise ValueError(f"{where}columns: {name} is not read: only text is trained on")
+            raise ValueError(f"{where}columns: {name} is not read")
         elif ours[name] != old:
             renamed.append(f"{ours[name]}={old}")
     return {"columns": ",".join(renamed)} if renamed else {}

@@ -24,6 +24,8 @@ _TRAINER: Nested = {
 """Settings of transformers' Trainer, under all but torchtune."""
 _POLICY_GRADIENT = {"importance_sampling_mode": "sequence_mask", "use_bias_correction_kl": False}
 """TRL's settings of losses of answers written in training that differ from ours."""
+_CPO = {"simpo": {"rpo_alpha": 1.0}}
+"""The supervised loss beside SimPO's that TRL's trainer of CPO adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,20 @@ class ForeignProgram:
     """Alpha divided by the rank, where the adapter's default follows it."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Peak learning rates by objective; empty where the program asks for one."""
+    full_learning_rate: float | None = None
+    """That of all weights, where it differs."""
     objective: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the group `objective`, by objective."""
     batch: int = 8
     """Documents, or packed rows, in a micro-batch on each GPU."""
     accumulation: int = 1
     """Micro-batches in an optimizer step."""
+    documents: int | None = None
+    """Documents in an optimizer step, where the accumulation follows it."""
+    rows: str | None = None
+    """The longest document, in words, where the program's default depends on the model."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """What else the program does with a default, by its name."""
     drops_out_nothing: tuple[str, ...] = ()
     """Objectives whose trainers switch all dropout off, the adapters' too."""
 
@@ -69,7 +79,9 @@ class ForeignProgram:
             groups["objective"] = self.objective[objective]
         if is_adapted and "adapter" not in values.get("model", {}):
             groups["lora"] = self._adapter(values.get("lora", {}), objective)
-        if (rate := self.learning_rates.get(objective)) is not None:
+        rate = self.learning_rates.get(objective)
+        rate = self.full_learning_rate or rate if not is_adapted else rate
+        if rate is not None:
             groups["optimizer"] = {"learning_rate": rate, **groups.get("optimizer", {})}
         for group, settings in ((group, groups[group]) for group in groups if group in known):
             table = values.setdefault(group, {})
@@ -80,7 +92,7 @@ class ForeignProgram:
                     and not (_OTHERS.get(name, set()) & table.keys())
                 ):
                     table[name] = value
-                    yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}"
+                    yield f"{name} {' '.join(value) if isinstance(value, tuple) else value}{self.remarks.get(name, '')}"
 
     def _adapter(self, table: Mapping[str, Any], objective: str) -> dict[str, Any]:
         settings = dict(self.adapter)
@@ -105,8 +117,9 @@ AXOLOTL = ForeignProgram(
         "data": {**_TRAINER["data"], "seq_len": 512, "overlong": "drop"},
     },
     adapter={"dropout": 0.0, "targets": _PEFT_TARGETS},
-    objective=dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT),
+    objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     batch=1,
+    remarks={"warmup_ratio": " (at most 100 steps there)"},
     drops_out_nothing=_PAIRS,
 )
 LLAMA_FACTORY = ForeignProgram(
@@ -139,7 +152,7 @@ TRL = ForeignProgram(
     },
     adapter={"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": _PEFT_TARGETS},
     learning_rates=_TRL_RATES,
-    objective=dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT),
+    objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     drops_out_nothing=(*_PAIRS, *_SCORED),
 )
 UNSLOTH = ForeignProgram(
@@ -157,7 +170,8 @@ UNSLOTH = ForeignProgram(
     adapter={"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": ("all-linear",)},
     learning_rates=dict.fromkeys(_TRL_RATES, 5e-5),
     objective={
-        name: {"importance_sampling_mode": "none", "use_bias_correction_kl": False} for name in _POLICY_GRADIENTS
+        **{name: {"importance_sampling_mode": "none", "use_bias_correction_kl": False} for name in _POLICY_GRADIENTS},
+        **_CPO,
     },
     batch=4,
     accumulation=2,
@@ -176,8 +190,38 @@ TORCHTUNE = ForeignProgram(
         "data": {"eval_fraction": 0.0, "overlong": "truncate"},
     },
     adapter={"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj", "v_proj")},
+    rows="documents are as long as the model's positions",
 )
-PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, TORCHTUNE)
+SWIFT = ForeignProgram(
+    name="ms-swift",
+    version="4.6",
+    source="modelscope/ms-swift: swift/arguments, swift/trainers/arguments.py",
+    settings={
+        "optimizer": {**_TRAINER["optimizer"], "schedule": "cosine", "weight_decay": 0.1, "beta2": 0.95},
+        "run": _TRAINER["run"],
+        "data": {**_TRAINER["data"], "overlong": "drop"},
+    },
+    adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",)},
+    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *_POLICY_GRADIENTS), 1e-4),
+    full_learning_rate=1e-5,
+    objective={
+        "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0},
+        **{
+            name: {"beta": 0.1, "temperature": 0.9, "importance_sampling_mode": "none", "use_bias_correction_kl": False}
+            for name in _POLICY_GRADIENTS
+        },
+    },
+    batch=1,
+    documents=16,
+    drops_out_nothing=_PAIRS,
+    rows="documents are as long as the model's positions",
+)
+PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, TORCHTUNE, SWIFT)
+_OF_SWIFT = {
+    *("tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "val_dataset", "quant_bits"),
+    *("loss_scale", "truncation_strategy"),
+}
+"""Settings of ms-swift that the other programs do not have."""
 _OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "template", "lora_target", "val_size"}
 """Settings of LLaMA-Factory that the other programs do not have."""
 
@@ -188,6 +232,8 @@ def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
         return TORCHTUNE
     if "base_model" in recipe:
         return AXOLOTL
+    if "model" in recipe and _OF_SWIFT & recipe.keys():
+        return SWIFT
     if _OF_LLAMA_FACTORY & recipe.keys():
         return LLAMA_FACTORY
     if "model_name_or_path" in recipe:

@@ -13,6 +13,7 @@ _REASONS = {
         *("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"),
         *("sample_packing_eff_est", "ignore_pad_token_for_loss", "preprocessing_batch_size", "buffer_size"),
         *("total_num_tokens", "data_shared_file_system", "dpo_padding_free"),
+        *("skip_prepare_dataset", "lazy_tokenize", "packing_length", "packing_num_proc"),
     ),
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
@@ -20,13 +21,24 @@ _REASONS = {
         *("enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
         *("activation_checkpointing", "activation_checkpointing_kwargs", "use_cache", "selective_checkpointing"),
         *("layer_offloading", "use_unsloth_gc", "use_reentrant_gc", "use_kv_cache"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "vit_gradient_checkpointing"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
         *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
-        *("flex_attention", "eager_attention", "use_eager_attention"),
+        *("flex_attention", "eager_attention", "use_eager_attention", "sage_attention", "attn_impl"),
+        *("gemma4_hybrid_attn_impl", "attention_backend"),
     ),
     "kernels are chosen by GPU and shape": (
-        *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
+        *(
+            "tf32",
+            "liger_kernel",
+            "use_liger",
+            "use_liger_kernel",
+            "enable_liger_kernel",
+            "torch_compile",
+            "plugins",
+            "liger_rope",
+        ),
         *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
         *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
         *("use_unsloth", "use_logits_to_keep", "fused_attn_kernel", "use_kernels", "torch_compile_mode"),
@@ -36,7 +48,9 @@ _REASONS = {
         *("lora_embedding_kernel", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks", "tiled_mlp"),
         *("tiled_mlp_num_shards", "tiled_mlp_use_original_mlp", "deepcompile", "torch_compile_options"),
         *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
-        *("sdpa_varlen", "large_head_attention"),
+        *("sdpa_varlen", "large_head_attention", "use_scattermoe", "use_sonicmoe", "liger_rms_norm_gated"),
+        *("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "experts_impl", "moe_grouped_gemm"),
+        *("tuner_backend", "unsloth_force_compile", "unsloth_tiled_mlp"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -53,21 +67,31 @@ _REASONS = {
             "ray_num_workers",
             "accelerator_config",
             *("parallelism_config", "heads_k_stride", "ring_attn_func", "resources_per_worker", "master_addr"),
-            *("master_port",),
+            *(
+                "master_port",
+                "custom_sharded_layers",
+                "tensor_parallel_dim",
+                "tensor_parallel_plan",
+                "context_parallel_dim",
+            ),
+            *("data_parallel_shard_dim", "data_parallel_replicate_dim", "expert_parallel_num_nvl_bytes"),
+            *("expert_parallel_token_capacity", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("expert_model_parallel_size", "sequence_parallel", "sequence_parallel_size", "use_distributed_optimizer"),
+            *("overlap_param_gather", "overlap_grad_reduce", "zero_hpz_partition_size", "device_groups"),
         ),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
-        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
+        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_test_split"),
         "max_samples",
     ),
     "--weights and --embeddings say where weights are": (
         *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
-        *("max_memory", "offload_folder", "quantization_device_map"),
+        *("max_memory", "offload_folder", "quantization_device_map", "offload_embedding"),
     ),
     "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
-        *("bnb_4bit_quant_storage", "bnb_config_kwargs"),
+        *("bnb_4bit_quant_storage", "bnb_config_kwargs", "bnb_4bit_use_double_quant"),
     ),
     "--quantize stores experts, too": ("quantize_moe_experts",),
     "sampling runs in the training process, on its weights": ("fast_inference", "max_lora_rank", "use_vllm"),
@@ -86,7 +110,15 @@ _REASONS = {
         *("use_comet", "use_swanlab", "use_otel_metrics", "hf_mlflow_log_artifacts"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
-    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
+    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": (
+        *("template", "chat_template", "tokenizer_use_mistral_common", "agent_template", "template_backend"),
+    ),
+    "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
+    "names of data sets are those of ModelScope there, of the Hugging Face hub here": ("modelscope",),
+    "the first rows of a data set are read, where as many are drawn there": ("dataset_sample",),
+    "embedding tables keep the rows of the model's files": (
+        *("resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings", "resize_vocab"),
+    ),
     "config.json names the model's family": (
         *("model_type", "tokenizer_type", "is_llama_derived_model", "is_mistral_derived_model"),
         *("is_qwen_derived_model", "tokenizer_use_fast", "tokenizer_legacy"),
@@ -130,14 +162,19 @@ _REASONS = {
         *("use_transformers_paged", "use_transformers_continuous_batching", "cache_implementation"),
         *("ds3_gather_for_generation", "use_liger_loss", "fast_inference"),
         *("transformers_continuous_batching_config", "infer_backend", "infer_dtype", "vllm_maxlen", "vllm_config"),
-        *("vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank"),
+        *("vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_max_model_len", "vllm_max_num_seqs"),
+        *("vllm_limit_mm_per_prompt", "vllm_enable_prefix_caching", "vllm_engine_kwargs", "vllm_enable_lora"),
+        *("sleep_level", "offload_model", "offload_optimizer", "move_model_batches"),
     ),
     "rollouts.jsonl has all answers, run.html shows them": (
         *("log_completions", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
         *("log_completions_hub_repo",),
     ),
-    "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
+    "the cache knows what has changed": (
+        *("overwrite_cache", "tokenized_path", "load_from_cache_file", "dataset_keep_in_memory"),
+    ),
     "the tokenizer's own are used": ("pad_token",),
+    "the tokenizer's own are used, whatever the recipe names": ("bos_token", "unk_token"),
     "the console and metrics.jsonl have it": (
         *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
         *("log_on_each_node", "log_level_replica", "skip_memory_metrics", "log_multimodal", "include_tkps"),
@@ -156,8 +193,8 @@ _REASONS = {
         *("generate_samples", "num_generation_samples", "do_sample", "max_new_tokens", "dpo_generate_during_eval"),
     ),
     "--train-vision says what trains of a model that sees: none, its projector, or all": (
-        *("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_modules", "freeze_llm"),
-        *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+        *("freeze_multi_modal_projector", "freeze_aligner", "freeze_llm"),
+        *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules", "finetune_audio_layers"),
     ),
     "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (
         *("image_size", "image_resize_algorithm", "image_max_pixels", "image_min_pixels"),
@@ -177,12 +214,19 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
     **{"freeze_llm": (False,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
+    **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
+    "shuffle_merged_datasets": (True,),
+    "dataset_kwargs": ({"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
 }
 """Values of settings without a counterpart by which a recipe asks for what is done anyway."""
 CHANGES = {
     NOTES[name]
     for name in (
         "template",
+        "alpaca_dataset",
+        "bos_token",
+        "modelscope",
+        "dataset_sample",
         "dataset",
         "max_prompt_length",
         "dataset_shuffle",
@@ -218,8 +262,13 @@ PYTHON = {
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
-    **dict.fromkeys(("fp8", "fp8_backend"), "--matmul fp8 multiplies in FP8"),
+    **dict.fromkeys(("fp8", "fp8_backend", "load_in_fp8"), "--matmul fp8 multiplies in FP8"),
     **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
+    **dict.fromkeys(
+        ("qat", "quantizer", "qat_scheme"), "--serve-as trains an adapter for weights that are rounded when served"
+    ),
+    **dict.fromkeys(("teacher_model", "kd_loss", "kd_ratio"), "--objective distill learns from a teacher"),
+    "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
@@ -229,7 +278,6 @@ REFUSED = {
     ),
     "chat_template_kwargs": "write these values into a template, and name it with --chat-template",
     "sync_ref_model": "the reference is the model as training begins",
-    "test_split_size": "a number of rows to hold out: --eval-fraction holds out a share, --eval-data a file",
     "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
 }
 """The same of settings without which a run would be another."""

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import LLAMA_FACTORY, ForeignProgram
-from jaxglue.settings.dialects.values import Nested
+from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL, UNSLOTH, ForeignProgram
+from jaxglue.settings.dialects.values import WIDER, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
 TRACKERS = ("wandb", "mlflow", "trackio")
 """Those that axolotl switches on by `use_…`."""
+_PARTS = {"finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"}
+"""Unsloth's switches of parts of a model that sees."""
+_PROMPT = 2048
+"""Tokens left for a prompt that the recipe does not bound."""
 _BATCHES = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
 
 
@@ -24,7 +28,10 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignPro
     if "rollouts" in values or (program is None and not any(name in recipe for name in _BATCHES)):
         return None
     size = run.pop("per_device_batch_size", program.batch if program else 1)
-    accumulation = run.pop("gradient_accumulation_steps", program.accumulation if program else 1)
+    default = program.accumulation if program else 1
+    if program is not None and program.documents and isinstance(size, int):
+        default = -(-program.documents // size)
+    accumulation = run.pop("gradient_accumulation_steps", default)
     if packs or values.get("data", {}).get("streaming"):
         run |= {"per_device_batch_size": size, "gradient_accumulation_steps": accumulation}
         return None
@@ -35,12 +42,88 @@ def use_documents(recipe: Mapping[str, Any], values: Nested, program: ForeignPro
     )
 
 
+def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
+    """Make rows of answers written in training long enough for a prompt and its answer; return a line that says so.
+
+    These programs bound a prompt and its answer apart.
+    """
+    data, answer = values.setdefault("data", {}), values.get("rollouts", {}).get("max_completion_length", 512)
+    if "rollouts" not in values or "seq_len" in data or not isinstance(answer, int):
+        return None
+    prompt = recipe.get("max_prompt_length")
+    if not isinstance(prompt, int):
+        prompt = _PROMPT if answer > _PROMPT else None  # otherwise rows without --seq-len have room for both
+    data["seq_len"] = None if prompt is None else answer + prompt
+    return data["seq_len"] and f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"
+
+
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
-    """Render Alpaca's rows with the chat template where the recipe is LLaMA-Factory's; return a line that says so."""
-    if program is not LLAMA_FACTORY or "format" in values.setdefault("data", {}):
+    """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
+    if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
+    if program is LLAMA_FACTORY and values["data"].get("overlong", "truncate") == "truncate":
+        return (
+            "rows of instruction and output are rendered with the chat template (--format auto_chat); long ones lose "
+            "their ends (--overlong), where prompts and answers are shortened in proportion there"
+        )
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
+
+
+def use_pieces(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Split long documents where the program does; return a line that says so."""
+    data = values.setdefault("data", {})
+    splits = {
+        LLAMA_FACTORY.name: recipe.get("stage") == "pt" and recipe.get("packing") is not False,
+        TRL.name: recipe.get("packing") is True and recipe.get("packing_strategy") in ("wrapped", "bfd_split"),
+    }
+    if program is None or not splits.get(program.name):
+        return None
+    data["overlong"] = "split"
+    return "documents above the longest length are split, as there (--overlong split)"
+
+
+def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Train the vision tower where the program does; return a line that says so.
+
+    axolotl loads a model that sees with `processor_type`, and trains or adapts all of it but for `freeze_mm_modules`;
+    so does Unsloth with its switches of parts.
+    """
+    model, lora = values.setdefault("model", {}), values.get("lora", {})
+    sees = recipe.get("processor_type") if program is AXOLOTL else _PARTS & recipe.keys()
+    if not sees or "train_vision" in model or program not in (AXOLOTL, UNSLOTH):
+        return None
+    named = recipe.get("lora_target_modules") if program is AXOLOTL else None
+    if model.get("method") == "full" or lora.get("targets") == ("all-linear",) or program is UNSLOTH:
+        model["train_vision"] = "all"
+        return "the vision tower trains, too, as there: --train-vision none freezes it"
+    if isinstance(named, list):
+        return (
+            "lora_target_modules adapt layers of these names in the vision tower, too, there, and none of it here: "
+            "--train-vision all adapts them all"
+        )
+    return None
+
+
+def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
+    """Leave the warm-up out where the schedule of that name has none in transformers; return a line that says so."""
+    names = {recipe.get("lr_scheduler_type"), recipe.get("lr_scheduler")} if program is not TORCHTUNE else set()
+    if program is None or "constant" not in names:
+        return None
+    table = values.setdefault("optimizer", {})
+    given = table.pop("warmup_steps", 0) or table.get("warmup_ratio", 0)
+    table["warmup_ratio"] = 0.0
+    line = "schedule constant has no warm-up there, so none is taken; constant_with_warmup has one"
+    return line if given else None
+
+
+def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:
+    """Return a line about moments that have more bits here."""
+    names = [name for key in ("optimizer", "optim") if isinstance(name := recipe.get(key), str) and name in WIDER]
+    if not names:
+        return None
+    ours, there, here = WIDER[names[0]]
+    return f"{names[0]}: its moments have {here} bits here, not {there} (--optimizer {ours})"
 
 
 def use_no_dropout(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:

@@ -5,7 +5,10 @@ from typing import Any
 
 from jaxglue.settings.dialects.values import Nested
 
-_NAMES = {"reward_funcs", "num_generations", "max_completion_length", "steps_per_generation", "generation_batch_size"}
+_NAMES = {
+    *("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation", "generation_batch_size"),
+    *("importance_sampling_level", "mask_truncated_completions", "scale_rewards"),
+}
 """Settings that such recipes alone have."""
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 _LOSS = "dapo"
@@ -13,7 +16,7 @@ _LOSS = "dapo"
 _GENERATIONS = 8
 """TRL's default."""
 _REWARDS = {
-    "accuracy_reward": "math",
+    **dict.fromkeys(("accuracy_reward", "accuracy"), "math"),
     "think_format_reward": "regex?pattern=^<think>(?!.*<think>)(.*?)</think>.*$",
 }
 """Our rewards by TRL's."""

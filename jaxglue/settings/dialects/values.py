@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from jaxglue.settings.config import Kind
@@ -31,26 +32,76 @@ _LINEAR = {
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 }
 """Linear layers by their parents, as models of Hugging Face name them."""
-_ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+_ROOTS = (*("model.layers", "model.language_model.layers", "language_model.model.layers", "model.text_model.layers"),)
 _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
+
+
+_OWN_TOKENS = ("bos_token", "unk_token")
+"""Special tokens of axolotl's that the tokenizer's own stand for."""
+SUPERVISED = ("nll", "chunked_nll")
+"""TRL's names of the loss of supervised training."""
+WIDER = {
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit"), ("adamw_8bit", 4, 8)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", 8, 32)),
+}
+"""Our optimizers, bits of moments there and here, by names of those whose moments have more bits here."""
 
 
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
     axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
-    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one.
+    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one, or the
+    supervised one as the second.
     """
     values = dict(recipe)
-    if isinstance(losses := values.get("loss_type"), list) and len(losses) == 1:
-        values["loss_type"] = losses[0]
-    if values.get("lora_target_linear") is True:
+    for key in ("optimizer", "optim"):
+        if isinstance(name := values.get(key), str) and name in WIDER:
+            values[key] = WIDER[name][0]
+    if values.get("warmup_steps") == 0 and values.get("warmup_ratio"):
+        del values["warmup_steps"]  # transformers takes the share then
+    if isinstance(losses := values.get("loss_type"), list):
+        weights = values.get("loss_weights") or [1] * len(losses)
+        if len(losses) == 2 and losses[1] == "sft" and isinstance(weights, list) and weights[:1] == [1]:
+            values |= {"loss_type": losses[0], "rpo_alpha": weights[-1]}
+            values.pop("loss_weights", None)
+        elif len(losses) == 1:
+            values["loss_type"] = losses[0]
+    if isinstance(tokens := values.get("special_tokens"), dict):
+        values["special_tokens"] = {key: token for key, token in tokens.items() if key not in _OWN_TOKENS}
+        values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
+    if values.get("loss_type") in SUPERVISED:
+        del values["loss_type"]
+    linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
+    if linear:
         values.pop("lora_target_modules", None)
+    if isinstance(experts := values.get("lora_target_parameters"), list) and (
+        linear or isinstance(modules, list | None)
+    ):
+        del values["lora_target_parameters"]
+        values |= {} if linear else {"lora_target_modules": [*(modules or []), *experts]}
+    _use_totals(values)
     for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
         if values.get(name) is not None and "model_name" in values:
             values.pop(other, None)
     return values
+
+
+def _use_totals(values: Nested) -> None:
+    """Replace documents of a whole step, and a last learning rate, by the parts that they stand for.
+
+    axolotl's `batch_size` is that of a step on one GPU, micro-batches and accumulation together.
+    """
+    total, micro = values.get("batch_size"), values.get("micro_batch_size", 1)
+    if "base_model" in values and isinstance(total, int) and isinstance(micro, int) and micro > 0:
+        del values["batch_size"]
+        values.setdefault("gradient_accumulation_steps", max(total // micro, 1))
+    settings = values.get("lr_scheduler_kwargs")
+    if isinstance(settings, dict) and settings.keys() == {"min_lr"}:
+        with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # values that are refused as they are
+            share = float(settings["min_lr"]) / float(values["learning_rate"])
+            values["lr_scheduler_kwargs"] = {"min_lr_rate": share}
 
 
 def _targets(value: Any) -> Nested:
@@ -195,6 +246,9 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
     "test_datasets": data_sets("eval_data"),
+    "dataset_text_field": lambda value: {"data": {"columns": f"text={value}"}} if value not in ("text", None) else {},
+    "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
+    "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
     "warmup_steps": _warmup,
     "reward_model": _reward_model,

@@ -1,0 +1,123 @@
+"""Recipes of ms-swift, whose data sets have their number of rows in their names, as flat settings."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxglue.files.json_file import parse_json
+from jaxglue.settings.dialects.data_sets import named_source
+from jaxglue.settings.dialects.values import Nested
+
+_METHODS = {"lora": "lora", "full": "full"}
+_OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm": "reward", "grpo": "grpo"}
+_LOSSES = {"default": "assistant", "last_round": "last-turn", "all": "all"}
+_OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
+_BITS = {4: "nf4", 8: "int8"}
+_COLUMNS = {"query": "question", "response": "answer"}
+"""Our names of columns by those of its rows."""
+_EMPTY_THINKING = "ignore_empty_think"
+_RENAMED = {
+    **{"adapters": "adapter", "target_regex": "target_modules", "lorap_lr_ratio": "loraplus_lr_ratio"},
+    **{"split_dataset_ratio": "eval_fraction", "early_stop_interval": "early_stopping", "attn_impl": "flash_attn"},
+    **{"swanlab_exp_name": "swanlab_name", "dynamic_sample": "dynamic_sampling"},
+    "overlong_filter": "mask_truncated_completions",
+}
+_ROOM = (
+    *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
+    *("ddp_backend", "lora_dtype", "val_dataset_shuffle", "download_mode", "load_args", "ignore_args_error"),
+)
+"""Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
+_REWARDS = {
+    "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>$",
+}
+
+
+def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
+    """Return the recipe's settings by names that the other programs or jaxglue have.
+
+    Raises:
+        ValueError: a value without a counterpart; begins with `where` and the key.
+    """
+    flat: Nested = {}
+    for key, value in recipe.items():
+        if key in _ROOM or value is None:
+            continue
+        try:
+            flat |= _READERS[key](value) if key in _READERS else {_RENAMED.get(key, key): value}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}{key}: {error}") from None
+    if recipe.get("use_hf") is not True and any(str(name).startswith("hf:") for name in flat.get("data", ())):
+        flat["modelscope"] = True
+    if any("?rows=" in str(name) for name in flat.get("data", ())):
+        flat["dataset_sample"] = True
+    if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
+        flat["max_prompt_length"] = flat.pop("max_length")
+    return {"method": "lora"} | flat
+
+
+def _one_of(known: Mapping[Any, str], value: Any) -> str:
+    if not isinstance(value, str | int) or value not in known:
+        raise ValueError(f"expected {' | '.join(map(str, known))}, got {value!r:.100}")
+    return known[value]
+
+
+def _sources(value: Any) -> list[str]:
+    """Return data sets, `hub::name:subset#rows` or files, as our sources."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"expected names, got {value!r:.100}")
+    return [_source(name) for name in names]
+
+
+def _source(text: str) -> str:
+    name, _, rows = text.rpartition("#") if "#" in text and not os.path.exists(text) else (text, "", "")
+    name, _, subset = name.removeprefix("HF::").removeprefix("MS::").partition(":")
+    if "/" in subset or (rows and not rows.isdecimal()):
+        raise ValueError(f"{text:.100}: expected name, name:subset, or either with #rows")
+    files = os.path.splitext(name)[1] in (".jsonl", ".json", ".csv", ".parquet")
+    return (name if files else named_source(name, subset or None)) + (f"?rows={rows}" if rows else "")
+
+
+def _columns(value: Any) -> Nested:
+    """Return new names of columns; ms-swift gives them by the old ones."""
+    names = parse_json(value, "its text") if isinstance(value, str) else value
+    if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise ValueError(f"expected a table from old to new names, got {value!r:.100}")
+    return {"columns": ",".join(f"{_COLUMNS.get(new, new)}={old}" for old, new in names.items())}
+
+
+def _loss(value: Any) -> Nested:
+    """Return the tokens with loss; parts of the text behind + weigh some of them."""
+    base, *others = str(value).split("+")
+    ours: Nested = {"mask_empty_thinking": True} if _EMPTY_THINKING in (base, *others) else {}
+    others = [name for name in others if name != _EMPTY_THINKING]
+    if others:
+        raise ValueError(f"expected {' | '.join(_LOSSES)}, with +{_EMPTY_THINKING} or without, got {value!r:.100}")
+    return ours | ({} if base == _EMPTY_THINKING else {"loss_on": _one_of(_LOSSES, base)})
+
+
+def _rewards(value: Any) -> Nested:
+    names = [value] if isinstance(value, str) else value
+    return {"reward_funcs": [_REWARDS.get(name, name) for name in names]}
+
+
+def _targets(value: Any) -> Nested:
+    names = [value] if isinstance(value, str) else value
+    return {"target_modules": "all-linear" if names == ["all-linear"] else value}
+
+
+_READERS: Mapping[str, Any] = {
+    **dict.fromkeys(("tuner_type", "train_type", "sft_type"), lambda value: {"method": _one_of(_METHODS, value)}),
+    "rlhf_type": lambda value: {"objective": _one_of(_OBJECTIVES, value)},
+    "dataset": lambda value: {"data": _sources(value)},
+    "val_dataset": lambda value: {"eval_data": _sources(value)},
+    "columns": _columns,
+    "loss_scale": _loss,
+    "truncation_strategy": lambda value: {"overlong": _one_of(_OVERLONG, value)},
+    "quant_bits": lambda value: {"quantize": _one_of(_BITS, value)},
+    "quant_method": lambda value: {} if value == "bnb" else {"quantize": _one_of({"bnb": "none"}, value)},
+    "use_chat_template": lambda value: {} if value else {"format": "text", "loss_on": "all"},
+    "reward_funcs": _rewards,
+    "target_modules": _targets,
+}
+"""Readers of settings whose names or values differ."""

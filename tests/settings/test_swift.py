@@ -1,0 +1,113 @@
+"""Recipes of ms-swift: its names, its data sets and their rows, and its defaults."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxglue.settings.recipe import load_config
+from jaxglue.training.config import TrainConfig
+
+BASE = {"model": "m", "dataset": "rows.jsonl", "tuner_type": "lora"}
+
+
+def load(tmp_path: Path, **settings) -> TrainConfig:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(BASE | settings), encoding="utf-8")
+    return load_config(TrainConfig, path)
+
+
+def test_silent_recipe_has_its_defaults(tmp_path, caplog):
+    config = load(tmp_path)
+    assert (config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.targets) == (
+        *(8, 32.0, 0.05),
+        ("all-linear",),
+    )
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.weight_decay, optimizer.beta2) == (
+        *(1e-4, "cosine"),
+        *(0.1, 0.95),
+    )
+    assert (config.run.epochs, config.run.documents_per_step, config.data.overlong) == (3, 16, "drop")
+    assert (config.data.seed, config.data.loss_on, config.data.format) == (42, "assistant", "auto_chat")
+    assert "left unsaid, so as ms-swift" in caplog.text
+    assert "documents are as long as the model's positions there, and here of 4,096 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "group", "expected"),
+    [
+        ({"tuner_type": "full"}, "optimizer", {"learning_rate": 1e-5}),
+        ({"train_type": "full", "tuner_type": None}, "model", {"method": "full"}),
+        ({"quant_bits": 4, "quant_method": "bnb"}, "model", {"quantize": "nf4"}),
+        ({"per_device_train_batch_size": 3}, "run", {"documents_per_step": 18}),
+        ({"packing": True, "per_device_train_batch_size": 3}, "run", {"gradient_accumulation_steps": 6}),
+        ({"gradient_accumulation_steps": 2}, "run", {"documents_per_step": 2}),
+        ({"truncation_strategy": "right"}, "data", {"overlong": "truncate"}),
+        ({"truncation_strategy": "split"}, "data", {"overlong": "split"}),
+        ({"loss_scale": "last_round"}, "data", {"loss_on": "last-turn"}),
+        ({"loss_scale": "all+ignore_empty_think"}, "data", {"loss_on": "all", "mask_empty_thinking": True}),
+        ({"split_dataset_ratio": 0.2}, "data", {"eval_fraction": 0.2}),
+        ({"use_chat_template": False}, "data", {"format": "text", "loss_on": "all"}),
+        ({"columns": {"ask": "query", "say": "response"}}, "data", {"columns": "question=ask,answer=say"}),
+        ({"columns": '{"pictures": "images"}'}, "data", {"columns": "images=pictures"}),
+        ({"val_dataset": "held.jsonl"}, "data", {"eval_data": ("held.jsonl",)}),
+        ({"target_modules": ["q_proj", "o_proj"]}, "lora", {"targets": ("q_proj", "o_proj")}),
+        ({"target_modules": ["all-linear"]}, "lora", {"targets": ("all-linear",)}),
+        ({"rlhf_type": "dpo"}, "objective", {"objective": "dpo", "beta": 0.1}),
+        ({"rlhf_type": "simpo"}, "objective", {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0}),
+        ({"rlhf_type": "kto"}, "lora", {"dropout": 0.0}),
+        ({"rlhf_type": "rm"}, "objective", {"objective": "reward"}),
+        ({"model_name": "a", "model_author": "b"}, "model", {"model": "m"}),
+    ],
+)
+def test_settings_are_ours(tmp_path, settings, group, expected):
+    found = vars(getattr(load(tmp_path, **settings), group))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_answers_written_in_training_have_its_defaults(tmp_path):
+    config = load(tmp_path, rlhf_type="grpo", reward_funcs=["accuracy", "format"], num_generations=4)
+    assert (config.objective.objective, config.objective.beta, config.objective.temperature) == ("grpo", 0.1, 0.9)
+    assert config.rollouts.reward[0] == "math" and config.rollouts.reward[1].startswith("regex?pattern=^<think>")
+
+
+def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
+    names = ["acme/chats#500", "HF::acme/chats:fine", "rows.jsonl#20"]
+    config = load(tmp_path, dataset=names, max_length=64)
+    assert [(source.name, source.rows) for source in config.data.sources] == [
+        ("hf:acme/chats", 500),
+        ("hf:acme/chats:fine", None),
+        ("rows.jsonl", 20),
+    ]
+    assert "may differ: modelscope (names of data sets" in caplog.text
+    assert "may differ: dataset_sample (the first rows" in caplog.text and "positions there" not in caplog.text
+    caplog.clear()
+    load(tmp_path, dataset=names[1], use_hf=True)
+    assert "may differ" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tuner_type": "longlora"}, "tuner_type: expected lora | full, got 'longlora'"),
+        ({"quant_bits": 2}, "quant_bits: expected 4 | 8, got 2"),
+        ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
+        ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | rm | grpo, got 'ppo'"),
+        ({"truncation_strategy": "left"}, "truncation_strategy: expected delete | right | split, got 'left'"),
+        ({"loss_scale": "default+hermes"}, "loss_scale: expected default | last_round | all, with"),
+        ({"dataset": 3}, "dataset: expected names, got 3"),
+        ({"dataset": "a/b#many"}, "dataset: a/b#many: expected name, name:subset"),
+        ({"columns": "[1]"}, "columns: expected a table from old to new names"),
+        ({"external_plugins": "p.py"}, "settings that jaxglue does not know: external_plugins"),
+    ],
+)
+def test_values_without_a_counterpart_are_named(tmp_path, settings, message):
+    with pytest.raises(ValueError) as error:
+        load(tmp_path, **settings)
+    assert message in str(error.value)
+
+
+def test_prompts_and_answers_are_bounded_apart(tmp_path):
+    given = {"rlhf_type": "grpo", "reward_funcs": ["accuracy"], "max_length": 100, "max_completion_length": 300}
+    assert load(tmp_path, **given).data.seq_len == 400
