@@ -32,7 +32,10 @@ _LINEAR = {
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 }
 """Linear layers by their parents, as models of Hugging Face name them."""
-_ROOTS = (*("model.layers", "model.language_model.layers", "language_model.model.layers", "model.text_model.layers"),)
+_ROOTS = (
+    *("model.layers", "model.language_model.layers", "language_model.model.layers"),
+    "model.text_model.layers",
+)
 _LONGEST_PATTERN = 300
 """Characters of a regular expression of targets: longer ones may take long to match."""
 
