@@ -25,8 +25,8 @@ def share_draws() -> None:
 
 def _first_of_many(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @functools.wraps(draw)
-    def drawn(key: jax.Array, shape: tuple[int, ...] = (), *arguments, **options) -> jax.Array:
-        size = math.prod(shape)
+    def drawn(key: jax.Array, shape: int | tuple[int, ...] = (), *arguments, **options) -> jax.Array:
+        size = shape if isinstance(shape, int) else math.prod(shape)
         if not 1 < size <= _SIZES[1] or not trace_state_clean():
             return draw(key, shape, *arguments, **options)
         many = draw(key, (max(_SIZES[0], 1 << (size - 1).bit_length()),), *arguments, **options)
