@@ -343,8 +343,7 @@ def likely_tokens(run: Run) -> list[int] | None:
     """Return the tokens that drafts of a run's model are chosen among, by its targets; None for all, as of streams."""
     if not isinstance(run.data.train, TokenDataset):
         return None
-    store = run.data.train.store
-    return frequent_tokens(np.bincount(store.tokens[store.mask > 0], minlength=run.model.vocab_size))
+    return frequent_tokens(run.data.train.store.count_targets(run.model.vocab_size))
 
 
 def export_result(
