@@ -131,7 +131,8 @@ def config_to_peft(
     named_so = family is not None and family.parts.experts.stored == "apart"
     mistaken = [name for name in linears if named_so and _EXPERT_NAME.search(name)]
     linears = [name for name in linears if name not in mistaken]
-    parameters = target_parameters(names) + _weights(mistaken, config)
+    parameters = target_parameters(names, whole=_names_paths(config)) + _weights(mistaken, config)
+    parameters = [from_text_name(name, text_path) for name in parameters]
     return {
         "base_model_name_or_path": base.name,
         **({"revision": base.revision} if base.revision else {}),
