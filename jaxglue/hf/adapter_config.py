@@ -246,6 +246,10 @@ def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return _SCORES if raw.get("task_type") == SEQUENCE_CLASSIFIER else ()
 
 
+_OF_A_LAYER = re.compile(r"(^|\.)\d+\.")
+"""A layer's index in the path of a parameter."""
+
+
 def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
     """Read the configuration; targets given as a regular expression become the adapted modules' paths.
 
@@ -270,6 +274,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
         paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
+        paths = paths or any(_OF_A_LAYER.search(name) for name in raw.get("target_parameters") or ())
         given: dict[str, Any] = {"dropout": 0.0}
         given |= {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
         return LoraConfig(

@@ -323,3 +323,6 @@ def test_adapters_of_the_experts_of_some_layers_load_again(tmp_path, layers, tar
     assert adapter.tensors.keys() == trained.keys()
     for name, tensor in trained.items():
         np.testing.assert_array_equal(adapter.tensors[name], tensor, err_msg=name)
+    again = load_model(base, dtype=jnp.float32)
+    add_lora(again, load_adapter(tmp_path / "adapter").config, rngs=nnx.Rngs(0))
+    assert flatten_names(split_model(again, nnx.LoRAParam)[1]).keys() == trained.keys()
