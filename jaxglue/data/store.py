@@ -110,6 +110,15 @@ class TokenStore:
             self.release()
         return counts
 
+    def count_targets(self, vocab_size: int) -> Int64[np.ndarray, "V"]:
+        """Return how often each token is one to predict."""
+        counts = np.zeros(vocab_size, np.int64)
+        for first in range(0, len(self.mask), _BLOCK):
+            places = np.arange(first, min(first + _BLOCK, len(self.mask)))
+            counts += np.bincount(self.tokens[places[self.mask[places] > 0]], minlength=vocab_size)
+            self.release()
+        return counts
+
     def check(self) -> None:
         """Raise ValueError if a mapped file has changed since the store was opened."""
         for file in self.files:

@@ -29,7 +29,6 @@ from jaxglue.hf.adapter_tensors import (
     is_adapter,
     join_rows,
     split_others,
-    target_parameters,
     to_keys,
 )
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
@@ -189,8 +188,7 @@ def save_adapter(
     """
     folder = Path(folder)
     tensors = {to_module_name(name, model_type): tensor for name, tensor in tensors.items()}
-    experts = target_parameters(tensors)
-    by_key = to_keys(tensors, experts, tied=tied, text_path=text_path)
+    by_key = to_keys(tensors, tied=tied, text_path=text_path)
     _require_finite(folder / TENSORS, by_key)
     metadata = {_DIGEST_KEY: _digest(by_key)} | ({} if base is None else {_BASE_KEY: json.dumps(base)})
     specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}

@@ -131,7 +131,8 @@ def config_to_peft(
     named_so = family is not None and family.parts.experts.stored == "apart"
     mistaken = [name for name in linears if named_so and _EXPERT_NAME.search(name)]
     linears = [name for name in linears if name not in mistaken]
-    parameters = target_parameters(names) + _weights(mistaken, config)
+    parameters = target_parameters(names, whole=_names_paths(config)) + _weights(mistaken, config)
+    parameters = [from_text_name(name, text_path) for name in parameters]
     return {
         "base_model_name_or_path": base.name,
         **({"revision": base.revision} if base.revision else {}),
@@ -245,6 +246,10 @@ def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return _SCORES if raw.get("task_type") == SEQUENCE_CLASSIFIER else ()
 
 
+_OF_A_LAYER = re.compile(r"(^|\.)\d+\.")
+"""A layer's index in the path of a parameter."""
+
+
 def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
     """Read the configuration; targets given as a regular expression become the adapted modules' paths.
 
@@ -269,6 +274,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
         paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
+        paths = paths or any(_OF_A_LAYER.search(name) for name in raw.get("target_parameters") or ())
         given: dict[str, Any] = {"dropout": 0.0}
         given |= {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
         return LoraConfig(

@@ -6,13 +6,13 @@ targeted parameter: `experts.lora_A` belongs to the outer wrapper, `experts.base
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule, match_pattern, parse_patterns
+from jaxglue.models.lora_config import PATHS, LoraConfig, VocabularyModule, is_target, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS
 from jaxglue.models.wrapper import TEXT_PATH, from_text_name, is_beside_text, to_stored_name, to_text_name
 
@@ -53,18 +53,15 @@ def split_others(tensors: Mapping[str, np.ndarray], *, ours: bool = False) -> tu
     return kept, min(paths, default=TEXT_PATH)
 
 
-def to_keys(
-    tensors: Mapping[str, Any], experts: list[str], *, tied: bool, text_path: str = TEXT_PATH
-) -> dict[str, np.ndarray]:
+def to_keys(tensors: Mapping[str, Any], *, tied: bool, text_path: str = TEXT_PATH) -> dict[str, np.ndarray]:
     """Return an adapter's tensors by PEFT's keys; PEFT also stores the copy of a tied embedding.
 
     Args:
         tensors: by our names.
-        experts: `target_parameters` of the adapter.
         tied: the output projection is the embedding.
         text_path: of the decoder among the base's modules.
     """
-    named = dict(to_peft(*item, experts) for item in tensors.items())
+    named = dict(to_peft(*item, tensors) for item in tensors.items())
     by_key = dict(_to_key(from_text_name(name, text_path), array) for name, array in named.items())
     embedding = by_key.get(f"{_PREFIX}{from_text_name(PATHS['embed_tokens'], text_path)}.weight")
     return by_key | ({f"{_PREFIX}{PATHS['lm_head']}.weight": embedding} if tied and embedding is not None else {})
@@ -107,7 +104,8 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
     if not _THEIRS.fullmatch(name):
         return name, array
     ranks = parse_patterns("rank_pattern", pattern_entries("rank_pattern", raw))
-    return from_peft(name, array, raw.get("target_parameters") or (), raw["r"], ranks) or (name, array)
+    targets = [to_text_name(target)[0] for target in raw.get("target_parameters") or ()]
+    return from_peft(name, array, targets, raw["r"], ranks) or (name, array)
 
 
 def join_rows(
@@ -165,22 +163,23 @@ _THEIRS = re.compile(rf"(?P<experts>model\.layers\.\d+\.{_MODULE})(?P<inner>\.ba
 _INNER, _OUTER = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-def target_parameters(names: Iterable[str]) -> list[str]:
-    """Return PEFT's `target_parameters` for these tensors, such as `mlp.experts.down_proj`."""
-    return sorted({f"{match['path']}.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
+def target_parameters(names: Iterable[str], *, whole: bool = False) -> list[str]:
+    """Return PEFT's `target_parameters` for these tensors, such as `mlp.experts.down_proj`, or whole paths."""
+    part = "experts" if whole else "path"
+    return sorted({f"{match[part]}.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
 
 
-def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.ndarray]:
+def to_peft(name: str, tensor: Any, names: Container[str]) -> tuple[str, np.ndarray]:
     """Convert an expert tensor to PEFT's name and shape; return other tensors unchanged.
 
     Args:
         name: such as `model.layers.0.mlp.experts.down_proj.lora_A`.
         tensor: A [E, R, in], to become [E·R, in], or B [E, out, R], to become [out, R·E].
-        targets: `target_parameters` of the adapter.
+        names: of all tensors of the adapter.
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
-    inner = match["projection"] in _INNER and f"{match['path']}.{_OUTER}" in targets
+    inner = match["projection"] in _INNER and f"{match['experts']}.{_OUTER}.lora_A" in names
     array = np.asarray(tensor)
     if match["matrix"] == "lora_A":
         array = array.reshape(-1, array.shape[-1])
@@ -206,7 +205,7 @@ def from_peft(
     """
     if not (match := _THEIRS.fullmatch(name)):
         return None
-    kinds = {target.rpartition(".")[-1] for target in targets}
+    kinds = [kind for kind in (*_INNER, _OUTER) if any(is_target(f"{match['experts']}.{kind}", t) for t in targets)]
     first = next((kind for kind in _INNER if kind in kinds), _INNER[0])
     projection = first if match["inner"] or _OUTER not in kinds else _OUTER
     if projection not in kinds:

@@ -16,7 +16,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
 from jaxglue.files.json_file import write_json
 from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.draft import DRAFT_FILE, frequent_tokens, write_draft, write_draft_tokens
 from jaxglue.hf.export import describe_classifier, on_host, save_model, wide_tensors
@@ -39,9 +39,9 @@ from jaxglue.hf.export_check import (
 from jaxglue.hf.identity import identify
 from jaxglue.hf.serving import write_stops, write_tokenizer
 from jaxglue.hf.serving_check import PROBES, check_serving
-from jaxglue.models import config_from_hf
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.file_param import FileParam
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora import LoraConfig, base_shapes
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name, part_name
 from jaxglue.models.wrapper import with_text
 from jaxglue.objectives.objective import Objective
@@ -192,8 +192,9 @@ def check_export(
         return None
     adapter = None
     if run.lora is not None:
-        adapter = load_adapter(result)
-        adapter = fit_tied(adapter) if run.model.tie_word_embeddings else adapter
+        adapter, base = load_adapter(result), run.base.architecture
+        shapes = base_shapes(abstract_model(adapter.adapted(base)))
+        adapter = check_adapter(adapter, shapes, {"model_type": base.model_type}, str(run.base.folder))
         require_equal(adapter, run.lora, trainable)
     config, parts = _files(run, graphdefs, trainable, frozen, result, adapter)
     made = FORMATS[run.model.quantize]
@@ -343,8 +344,7 @@ def likely_tokens(run: Run) -> list[int] | None:
     """Return the tokens that drafts of a run's model are chosen among, by its targets; None for all, as of streams."""
     if not isinstance(run.data.train, TokenDataset):
         return None
-    store = run.data.train.store
-    return frequent_tokens(np.bincount(store.tokens[store.mask > 0], minlength=run.model.vocab_size))
+    return frequent_tokens(run.data.train.store.count_targets(run.model.vocab_size))
 
 
 def export_result(

@@ -269,9 +269,10 @@ def _with_tower(model: DecoderConfig, base: Base, *, hears: bool) -> tuple[Decod
         settings = {"hears": hears, "trains": trains, **normalization(base.folder, raw)}
         model = with_vision(replace(model, vision=None), raw, **settings)
     assert model.vision is not None
+    architecture = model.vision.within(base.architecture)
     if not base.random:
-        check_weights(base.folder, model)
-    return model, replace(base, architecture=model.vision.within(base.architecture))
+        check_weights(base.folder, architecture)
+    return model, replace(base, architecture=architecture)
 
 
 def _rows(config: TrainConfig) -> Rows:

@@ -306,3 +306,23 @@ def test_adapters_of_experts_alone_leave_dense_layers_of_the_same_names(tmp_path
     model = load_model(base, dtype=jnp.float32)
     assert add_adapter(model, tmp_path / "adapter").config.targets == (experts,)
     assert model.layers[0].mlp.down_proj.lora_A is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "targets"),
+    [((1,), ("all-linear",)), ((1,), ("down_proj",)), ((), ("0.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"))],
+)
+def test_adapters_of_the_experts_of_some_layers_load_again(tmp_path, layers, targets):
+    base = GOLDENS / "qwen3_moe"
+    config = LoraConfig(rank=2, layers=layers, targets=targets)
+    model, other = load_model(base, dtype=jnp.float32), load_model(base, dtype=jnp.float32)
+    add_lora(model, config, rngs=nnx.Rngs(0))
+    trained = flatten_names(split_model(model, nnx.LoRAParam)[1])
+    save_adapter(tmp_path / "adapter", trained, config, base)
+    adapter = add_adapter(other, tmp_path / "adapter")
+    assert adapter.tensors.keys() == trained.keys()
+    for name, tensor in trained.items():
+        np.testing.assert_array_equal(adapter.tensors[name], tensor, err_msg=name)
+    again = load_model(base, dtype=jnp.float32)
+    add_lora(again, load_adapter(tmp_path / "adapter").config, rngs=nnx.Rngs(0))
+    assert flatten_names(split_model(again, nnx.LoRAParam)[1]).keys() == trained.keys()

@@ -115,9 +115,11 @@ def test_a_head_learns_after_the_model_with_all_its_weights(with_draft, tmp_path
 
 
 @repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
-def test_a_model_trained_whole_has_the_trained_head_in_its_files(with_draft, tmp_path):
+def test_a_model_trained_whole_on_several_sources_has_the_trained_head(with_draft, tmp_path, write_jsonl, chat_rows):
     make, published = with_draft
-    train(make(steps=3, method="full", learning_rate=1e-3, train_draft="with", output=tmp_path / "run"))
+    sources = (write_jsonl(chat_rows(9)), write_jsonl(chat_rows(9, seed=1), "more.jsonl"))
+    options = {"method": "full", "learning_rate": 1e-3, "train_draft": "with", "output": tmp_path / "run"}
+    train(make(steps=3, data=sources, **options))
     tensors = load_file(tmp_path / "run/model/model.safetensors")
     assert not any(np.array_equal(tensors[name], tensor) for name, tensor in published.items())
 

@@ -1,11 +1,14 @@
 """Runs on mixtures of experts."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.checks import warn_of_peft
@@ -33,6 +36,16 @@ def test_expert_load_is_read_from_training_batches(make_config, moe_folder, tmp_
     train(make_config(steps=2, eval_every=2))
     (figures,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "expert_load_max" in line)
     assert figures["step"] == 2 and "eval_loss" not in figures
+
+
+def test_adapters_of_some_layers_experts_are_trained_on(make_config, moe_folder, tmp_path):
+    options = {"layers": (1,), "targets": ("gate_up_proj", "down_proj")}
+    first = train(make_config(steps=1, **options, output=tmp_path / "first")).adapter
+    options = {"model": str(tmp_path / "first/base"), "random_weights": False, "adapter": first}
+    config = make_config(steps=1, **options, output=tmp_path / "second")
+    second = train(replace(config, lora=LoraConfig())).adapter
+    modules = {f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+    assert set(load_adapter(first).modules) == set(load_adapter(second).modules) == modules
 
 
 def test_mxfp4_byte_counts_as_two_parameters(make_config, moe_folder):

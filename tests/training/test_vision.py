@@ -316,3 +316,12 @@ def test_scores_of_pictures_are_those_of_training_from_adapter_and_merge(folder,
     else:
         losses = [np.log1p(np.exp(rejected - chosen)) for chosen, rejected in found]
     assert np.mean(losses) == pytest.approx(last["eval_loss"], rel=1e-3)
+
+
+def test_tokens_are_added_to_a_model_that_sees(folder, tmp_path):
+    whole, _ = run(folder, tmp_path / "whole", method="full", steps=1)
+    (tmp_path / "tokens.txt").write_text("<act>\n<look>\n")
+    settings = {"model": str(whole.adapter), "random_weights": False, "new_tokens": str(tmp_path / "tokens.txt")}
+    summary, _ = run(folder, tmp_path / "grown", **settings, steps=1)
+    export_adapter(summary.adapter, whole.adapter, tmp_path / "merged")
+    assert len(load_file(tmp_path / "merged/model.safetensors")["lm_head.weight"]) > 365
