@@ -18,9 +18,11 @@ from jaxglue.hf.serving_check import check_serving
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import Params
 from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.reading import ReadObjective
 from jaxglue.settings.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
 from jaxglue.training.config import TrainConfig, recorded_config
+from jaxglue.training.reading import write_reads
 from jaxglue.training.result import export_result, require_equal
 from jaxglue.training.run import Base
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
@@ -68,6 +70,10 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
     kept_base = run / "base"
     with atomic_folder(output) as temporary:
         export_result(source, trainable, temporary, kept_base if kept_base.is_dir() else None)
+        if isinstance(source.objective, ReadObjective):
+            width, system = source.base.architecture.hidden_size, config.data.system
+            is_adapter = source.lora is not None
+            write_reads(temporary, source.objective, {}, system=system, hidden_size=width, is_adapter=is_adapter)
         if not source.objective.trains_scores:
             check_serving(temporary, source.vocabulary.tokenizer, source.stops)
         if source.lora is not None:

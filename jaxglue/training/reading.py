@@ -1,6 +1,6 @@
 """Held-out parts of rows that are read, under a model in training, and what its folder says of how it is read."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -75,12 +75,35 @@ def describe_reads(run: Run, parts: StepParts, trainable: Params, frozen: Params
         fitted = objective.fit(found, cast(ReadDataset, run.eval_batches.dataset))
     if not write:
         return
-    system, record = run.recorded.data.system, objective.record()
-    write_record(folder, objective.kind, {**({"system": system} if system else {}), **record, **fitted})
-    if objective.kind == "embed":
-        write_folder(folder, record, run.model.hidden_size)
-        if record["bidirectional"] and run.lora is None:
-            write_json(folder / "config.json", with_text(read_config(folder), is_causal=False))
+    lora, width = run.lora is not None, run.model.hidden_size
+    write_reads(folder, objective, fitted, system=run.recorded.data.system, hidden_size=width, is_adapter=lora)
     if bins := fitted.get("reliability"):
         draw_reliability([Bin(*each) for each in bins], folder.parent / "reliability.png")
         write_json(folder.parent / RELIABILITY, {"bins": bins, **fitted["held_out"]})
+
+
+def write_reads(
+    folder: Path,
+    objective: ReadObjective,
+    fitted: Mapping[str, Any],
+    *,
+    system: str,
+    hidden_size: int,
+    is_adapter: bool,
+) -> None:
+    """Write into a result's folder how it is read.
+
+    Args:
+        folder: of an adapter, or of a model.
+        objective: that it was trained by.
+        fitted: values that were fitted on held-out parts; empty where nothing was.
+        system: message of questions, or "".
+        hidden_size: D, of the model.
+        is_adapter: the folder holds an adapter.
+    """
+    record = objective.record()
+    write_record(folder, objective.kind, {**({"system": system} if system else {}), **record, **fitted})
+    if objective.kind == "embed":
+        write_folder(folder, record, hidden_size)
+        if record["bidirectional"] and not is_adapter:
+            write_json(folder / "config.json", with_text(read_config(folder), is_causal=False))

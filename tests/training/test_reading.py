@@ -9,6 +9,7 @@ from selection import thorough
 from jaxglue import evaluate, export, train
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
+from jaxglue.hf.reading import SENTENCE_FILES
 from jaxglue.serve.config import EmbedConfig
 from jaxglue.serve.measured import embedded_rows, mined_rows
 
@@ -43,6 +44,8 @@ def test_decisions_are_trained_calibrated_and_measured(with_weights, write_jsonl
     record = json.loads((summary.adapter / "one_pass.json").read_text())
     assert record["kind"] == "decide" and set(record["temperatures"]) == {"noul", "choice", "score"}
     assert record["held_out"]["nll"] == pytest.approx(values["eval_nll"], rel=1e-5)
+    checkpoint = export(run=tmp_path / "run", checkpoint="last", output=tmp_path / "checkpoint")
+    assert json.loads((checkpoint / "one_pass.json").read_text()) == {"kind": "decide"}  # fits need held-out parts
     assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
     found = evaluate(adapter=summary.adapter, data=[held_out])
     assert found["nll/uncalibrated"] == pytest.approx(values["eval_nll"], rel=1e-4)
@@ -85,6 +88,9 @@ def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_js
     asked = {"pooling": "mean", "bidirectional": True, "query_prompt": "find ", "matryoshka_dims": (8,)}
     summary = train(with_weights(**settings, **asked, max_text_length=16))
     assert {"eval_ndcg@10", "eval_mrr@10", "eval_recall@1"} <= read_metrics(tmp_path / "run").keys()
+    checkpoint = export(run=tmp_path / "run", checkpoint="last", output=tmp_path / "checkpoint")
+    for name in ("one_pass.json", *SENTENCE_FILES):
+        assert (checkpoint / name).read_bytes() == (summary.adapter / name).read_bytes()
     merged = export(adapter=summary.adapter, output=tmp_path / "merged")
     assert json.loads((merged / "config.json").read_text())["is_causal"] is False
     assert [each["type"].rpartition(".")[2] for each in json.loads((merged / "modules.json").read_text())] == [
