@@ -49,7 +49,7 @@ H100_COPY_SHARE = Fitted(0.91, "of the data sheet's bytes/s", "H100", "benchmark
 PEER_SHARE = Fitted(0.7, "of the data sheet's bytes/s", "H200", _UNRECORDED)
 """Rate of collectives."""
 TOWER_IN_STEPS = Fitted(1.35, "of the time of its images by the text's rates", "H200", "vision_planner_others.json")
-"""Of a vision tower that runs in each step, on rows with room for the images of the fullest."""
+"""Time of a vision tower that runs in each step: its rows have room for the images of the fullest."""
 FP8_GAIN = Fitted(1430 / 692, "of bf16 FLOP/s", "H200", "matmuls in a step")
 """Rate of FP8 matmuls in a step."""
 FEW_VALUES_GAIN = _grid(1.03, "of bf16 FLOP/s")

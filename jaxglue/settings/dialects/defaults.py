@@ -45,7 +45,7 @@ class ForeignProgram:
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Peak learning rates by objective; empty where the program asks for one."""
     full_learning_rate: float | None = None
-    """That of all weights, where it differs."""
+    """Peak learning rate where all weights train; None where it is that of adapters."""
     objective: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the group `objective`, by objective."""
     batch: int = 8
@@ -57,7 +57,7 @@ class ForeignProgram:
     rows: str | None = None
     """The longest document, in words, where the program's default depends on the model."""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    """What else the program does with a default, by its name."""
+    """Remarks on defaults, by their names, that follow them in print."""
     drops_out_nothing: tuple[str, ...] = ()
     """Objectives whose trainers switch all dropout off, the adapters' too."""
 
@@ -80,7 +80,8 @@ class ForeignProgram:
         if is_adapted and "adapter" not in values.get("model", {}):
             groups["lora"] = self._adapter(values.get("lora", {}), objective)
         rate = self.learning_rates.get(objective)
-        rate = self.full_learning_rate or rate if not is_adapted else rate
+        if not is_adapted and self.full_learning_rate is not None:
+            rate = self.full_learning_rate
         if rate is not None:
             groups["optimizer"] = {"learning_rate": rate, **groups.get("optimizer", {})}
         for group, settings in ((group, groups[group]) for group in groups if group in known):
