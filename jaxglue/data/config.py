@@ -294,6 +294,10 @@ class DataConfig(Config):
         """Return T: `seq_len`, or its default."""
         return self.seq_len or DEFAULT_SEQ_LEN
 
+    def overlong_of(self, source: Source) -> Overlong:
+        """Return the treatment of a source's documents above `seq_len` tokens: its own, or that of all."""
+        return self.overlong if source.overlong is None else source.overlong
+
     def within(self, positions: int) -> Self:
         """Return the configuration with its `seq_len`, whose default is at most the model's `positions`."""
         return self if self.seq_len else replace(self, seq_len=min(DEFAULT_SEQ_LEN, positions))

@@ -213,7 +213,7 @@ def select_documents(
         ValueError: a document above `seq_len` under `overlong='error'`, no document left, or a column's value that is
             no number.
     """
-    overlong, treatment = np.flatnonzero(store.lengths > config.row_tokens), source.overlong or config.overlong
+    overlong, treatment = np.flatnonzero(store.lengths > config.row_tokens), config.overlong_of(source)
     if len(overlong) and treatment == "error":
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))

@@ -190,7 +190,7 @@ class _Reader:
         """Yield tokenized chunks of rows from a place on."""
         tokens, seq_len = place.tokens, self._config.row_tokens
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
-            treatment = self.source.overlong or self._config.overlong
+            treatment = self._config.overlong_of(self.source)
             if treatment == "error" and (encoded.lengths > seq_len).any():
                 raise self._overlong(encoded, end)
             splits = treatment == "split"

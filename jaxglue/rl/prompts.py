@@ -159,7 +159,7 @@ def read_prompts(
         if room <= limit:
             given = prompt.given[:answer] if answered and prompt.given else None
             prompts.append(prompt._replace(given=given))
-        elif (source.overlong or config.overlong) != "drop":
+        elif config.overlong_of(source) != "drop":
             raise ValueError(
                 f"{row.origin}: a prompt of {longest:,} tokens leaves no room for an answer of {answer:,} "
                 f"in {limit:,}{_rounded(tile)}: raise --seq-len, lower --max-completion-length, or leave it out with "

@@ -178,8 +178,7 @@ def _checkpointer(table: dict[str, Any]) -> Nested:
 
 def _datasets(value: Any) -> Nested:
     """Return the settings of a data set, or of several that are read one after another."""
-    tables = [dict(table) for table in (value if isinstance(value, list) else [value])]
-    parts = [_dataset(table) for table in tables]
+    parts = _parts(value)
     if len(parts) == 1:
         return parts[0]
     packs = {part.pop("packing") for part in parts}
@@ -189,9 +188,12 @@ def _datasets(value: Any) -> Nested:
 
 def _held_out(value: Any) -> Nested:
     """Return held-out data sets as our sources, each with the settings of its rows."""
-    tables = [dict(table) for table in (value if isinstance(value, list) else [value])]
-    parts = [_dataset(table) for table in tables]
-    return {"eval_data": [source for part in parts for source in _with_options(part)]}
+    return {"eval_data": [source for part in _parts(value) for source in _with_options(part)]}
+
+
+def _parts(value: Any) -> list[Nested]:
+    """Return the settings of each of one data set or several."""
+    return [_dataset(dict(table)) for table in (value if isinstance(value, list) else [value])]
 
 
 def _with_options(part: Nested) -> list[str]:
