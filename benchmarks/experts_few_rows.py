@@ -80,6 +80,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "low ranks by one program": {"shrink_k": None},
     "without a ring": {"ring": None},
     "low ranks of 1024 columns": {"shrink_k": 1024},
+    "in bfloat16": {"half": False},
+    "128 columns": {"block_n": 128, "num_stages": 4},
 }
 """Changes with adapters."""
 COPIES = 2

@@ -51,7 +51,7 @@ class ExpertsTiles:
     registers: int | None = None
     """Most registers of a thread."""
     half: bool = False
-    """Multiply FP8 and int8 in float16 without adapters: three of four instructions that decode them go."""
+    """Multiply FP8 and int8 in float16: three of four instructions that decode them go."""
     shrink_k: int | None = 512
     """Columns of an adapter's first matrix in a program, rounded to steps; None for all in one."""
     ring: RingTiles | None = None
@@ -290,13 +290,14 @@ class TritonFewRowsExperts(Launcher):
             rows = x if tokens is None else x[tokens]
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
-        is_half = tiles.half and matrices.kind == "bytes" and adapter is None
-        if is_half and not self.tiles and row_tiles.rows == 64:  # decoded by few instructions, from few registers
-            tiles = replace(tiles, block_n=128, num_stages=4)
-        x, powers = divided(x) if is_half else (x, None)
+        is_half = tiles.half and matrices.kind == "bytes" and (adapter is None or not exact)
+        if is_half and adapter is None and not self.tiles and row_tiles.rows == 64:
+            tiles = replace(tiles, block_n=128, num_stages=4)  # decoded by few instructions, from few registers
+        rows, (x, powers) = x, divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (
             x,
             powers,
+            rows if is_half and adapter is not None else None,
             tokens,
             matrices.values,
             matrices.scales,

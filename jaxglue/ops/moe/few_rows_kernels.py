@@ -394,7 +394,7 @@ def _multiply(
     elif spec.stored == "bytes":
         row_scales = tl.load(scales + matrix + n)
     if spec.R > 0:  # read before the sum, so that nothing but the low ranks is waited for after it
-        b = _load_up(up, matrix + n, x.dtype.element_ty, spec)
+        b = _load_up(up, matrix + n, low_ranks.dtype.element_ty, spec)
     # Values of a part of a step are decoded into registers, of which fewer leave room for more programs. Where a step
     # reads 64 bytes of a row, longer steps read more of it at once: 256 columns a whole line of 128.
     WIDTH: tl.constexpr = 64 if spec.stored == "mxfp4" else 128 if spec.stored == "nf4" else spec.block_k
@@ -467,7 +467,7 @@ def _multiply(
 
 @triton.jit
 def experts_kernel(
-    x, powers, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
+    x, powers, x_of_adapter, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
     spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
@@ -476,7 +476,8 @@ def experts_kernel(
     [E, K, N] where they are not transposed, with 2N columns where they are gated. Scales are [E, N, K / 64] for NF4,
     with nf4 the groups' factors, the offset and the scales' values. out [S, out_columns], with zeros beyond N columns,
     is the product, or with `row_weights` the activation times these. With `powers` [S or M], x are rows divided by
-    these in float16, which holds values of one byte exactly, so that scales multiply sums.
+    these in float16, which holds values of one byte exactly, so that scales multiply sums; adapters then multiply
+    x_of_adapter, the rows as they were.
 
     An adapter is first matrices [E, R, K], second ones [E, N or 2N, R], and for each tile counts of programs that have
     yet to read its low ranks and of those that summed parts of them, zeros before and after the launch; see
@@ -493,6 +494,8 @@ def experts_kernel(
     if spec.R > 0:
         down, up, unread = adapter[0], adapter[1], adapter[2] + tl.program_id(0)
         if tile < spec.shrinks:
+            if x_of_adapter is not None:
+                x = x_of_adapter
             _shrink(
                 x=x, tokens=tokens, down=down, used=used, parts=parts, low_ranks=low_ranks, unread=unread, group=group,
                 first=first, end=end, number=tile, spec=spec,

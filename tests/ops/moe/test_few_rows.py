@@ -116,6 +116,17 @@ def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
     assert not got[5].any() and bool(jnp.isfinite(got).all())
 
 
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+def test_adapters_multiply_rows_that_float16_does_not_hold(stored, kernels):
+    (x, *arrays), options = case(40, 2, 1, 64, 32, stored=stored)
+    arrays, lora = (x.at[3].multiply(1e9).at[4].multiply(1e-9), *arrays), adapters(2, 64, 32, (4, 4))
+    want = apply(arrays, options, lora, backend="reference")
+    with FEW_ROWS_EXPERTS.using(replace(kernels, tiles=replace(kernels.tiles, half=True))):
+        got = apply(arrays, options, lora, inference=True)
+    largest = jnp.abs(want).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(got / largest, want / largest, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "ranks"),
     [
