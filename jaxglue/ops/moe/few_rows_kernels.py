@@ -494,10 +494,8 @@ def experts_kernel(
     if spec.R > 0:
         down, up, unread = adapter[0], adapter[1], adapter[2] + tl.program_id(0)
         if tile < spec.shrinks:
-            if x_of_adapter is not None:
-                x = x_of_adapter
             _shrink(
-                x=x, tokens=tokens, down=down, used=used, parts=parts, low_ranks=low_ranks, unread=unread, group=group,
+                x=x if x_of_adapter is None else x_of_adapter, tokens=tokens, down=down, used=used, parts=parts, low_ranks=low_ranks, unread=unread, group=group,
                 first=first, end=end, number=tile, spec=spec,
             )  # fmt: skip
             return
