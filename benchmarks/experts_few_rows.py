@@ -81,7 +81,13 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "without a ring": {"ring": None},
     "low ranks of 1024 columns": {"shrink_k": 1024},
     "in bfloat16": {"half": False},
-    "128 columns": {"block_n": 128, "num_stages": 4},
+    "64/128/4/5": {},
+    "128/128/4/4": {"block_n": 128, "num_stages": 4},
+    "128/128/4/4, low ranks by one program": {"block_n": 128, "num_stages": 4, "shrink_k": None},
+    "128/128/4/5": {"block_n": 128},
+    "128/128/8/5": {"block_n": 128, "num_warps": 8},
+    "128/256/4/3": {"block_n": 128, "block_k": 256, "num_stages": 3},
+    "64/256/4/4": {"block_k": 256, "num_stages": 4},
 }
 """Changes with adapters."""
 COPIES = 2

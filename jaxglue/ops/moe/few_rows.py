@@ -291,7 +291,7 @@ class TritonFewRowsExperts(Launcher):
             return self._ring(rows, routing, matrices, bias, adapter, tiles.ring, sizes, activation)
         table, E = row_tiles.table, routing.group_sizes.shape[0]
         is_half = tiles.half and matrices.kind == "bytes" and (adapter is None or not exact)
-        if is_half and adapter is None and not self.tiles and row_tiles.rows == 64:
+        if is_half and not self.tiles and (row_tiles.rows == 64 or adapter is not None):
             tiles = replace(tiles, block_n=128, num_stages=4)  # decoded by few instructions, from few registers
         rows, (x, powers) = x, divided(x) if is_half else (x, None)
         arrays: tuple[Any, ...] = (

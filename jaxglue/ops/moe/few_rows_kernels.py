@@ -467,8 +467,8 @@ def _multiply(
 
 @triton.jit
 def experts_kernel(
-    x, powers, x_of_adapter, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts, low_ranks, out,
-    spec: tl.constexpr,
+    x, powers, x_of_adapter, tokens, matrices, scales, nf4, lookup, bias, row_weights, table, adapter, used, parts,
+    low_ranks, out, spec: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows by block_n columns of their expert's matrix; grid (tiles, ⌈N / block_n⌉).
 
@@ -495,8 +495,8 @@ def experts_kernel(
         down, up, unread = adapter[0], adapter[1], adapter[2] + tl.program_id(0)
         if tile < spec.shrinks:
             _shrink(
-                x=x if x_of_adapter is None else x_of_adapter, tokens=tokens, down=down, used=used, parts=parts, low_ranks=low_ranks, unread=unread, group=group,
-                first=first, end=end, number=tile, spec=spec,
+                x=x if x_of_adapter is None else x_of_adapter, tokens=tokens, down=down, used=used, parts=parts,
+                low_ranks=low_ranks, unread=unread, group=group, first=first, end=end, number=tile, spec=spec,
             )  # fmt: skip
             return
         tile -= spec.shrinks
