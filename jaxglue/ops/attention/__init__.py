@@ -197,9 +197,7 @@ ATTENTION = Operation(
             check=_check_triton,
             load=_load_triton,
             advantage="skips tiles outside of segments and windows",
-            reads={
-                AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "bidirectional", "sinks", "exact")
-            },
+            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "bidirectional", "sinks", "exact")},
         ),
     },
     order=_order,

@@ -109,6 +109,28 @@ def kernel_tiles(
     return next(tiles for size, tiles in table.items() if head_dim <= size)
 
 
+def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns of a head's tile, a power of two, and those of a second one for the rest of it; 0 for none.
+
+    Values have the second one where they are as wide as keys and narrower than 128, if both have fewer columns then.
+
+    Args:
+        head_dim: of queries and keys.
+        value_dim: of values, at most as many.
+    """
+    whole = power_of_two(value_dim)
+    if value_dim < head_dim:
+        return whole, power_of_two(head_dim - whole) if whole < head_dim else 0
+    first = whole // 2
+    rest = power_of_two(value_dim - first)
+    return (first, rest) if whole <= 128 and first + rest < whole else (whole, 0)
+
+
+def power_of_two(columns: int) -> int:
+    """Return the least power of two that is not less, and at least a matmul's least depth."""
+    return max(1 << (columns - 1).bit_length(), 16)
+
+
 def key_tile(head_dim: int) -> int:
     """Return the keys in a tile of the forward pass over documents that are not long, on any device.
 

@@ -29,13 +29,13 @@ def dense_attention(q, k, v, segments, window):
     visible = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
     if window is not None:
         visible &= np.abs(at[:, None] - at) <= window // 2
-    scores = jnp.einsum("btnh,bskh->bnts", q, k) * H**-0.5
+    scores = jnp.einsum("btnh,bskh->bnts", q, k) * q.shape[3] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
     weights = jnp.where(visible.any(-1)[:, None, :, None], weights, 0)
     return jnp.einsum("bnts,bskh->btnh", weights, v)
 
 
-def inputs():
+def inputs(H=H):
     keys = jax.random.split(jax.random.key(0), 4)
     return tuple(jax.random.normal(key, (2, T, heads, H)) for key, heads in zip(keys, (N, K, K, N), strict=True))
 
@@ -61,9 +61,16 @@ def test_reference_equals_a_dense_mask(window):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window", "late"), [((16, 16), None, False), ((32, 16), 8, True), repeat((16, 32), 8, False)]
+    ("sizes", "window", "late", "head_dim"),
+    [
+        ((16, 16), None, False, H),
+        ((32, 16), 8, True, H),
+        repeat((16, 32), 8, False, H),
+        ((16, 32), None, False, 72),
+        repeat((16, 32), None, True, 96),
+    ],
 )
-def test_kernels_equal_a_dense_mask(interpreted_backend, sizes, window, late):
+def test_kernels_equal_a_dense_mask(interpreted_backend, sizes, window, late, head_dim):
     segments = jax.tree.map(jnp.asarray, make_segments())
     tiles = AttentionTiles(block_m=sizes[0], block_n=sizes[1], num_warps=4, num_stages=2, late=late)
     backend = interpreted_backend(
@@ -71,8 +78,8 @@ def test_kernels_equal_a_dense_mask(interpreted_backend, sizes, window, late):
     )
     spec = FlashSpec(backend=backend, window=None)
     bounds = both_ways(segments, window)
-    found = with_gradients(lambda *x: flash_attention(spec, *x, None, bounds), *inputs())
-    wanted = with_gradients(partial(dense_attention, segments=segments, window=window), *inputs())
+    found = with_gradients(lambda *x: flash_attention(spec, *x, None, bounds), *inputs(head_dim))
+    wanted = with_gradients(partial(dense_attention, segments=segments, window=window), *inputs(head_dim))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
