@@ -1,18 +1,25 @@
 """Time the Triton kernels of packed attention with heads of 256 by their tiles, the table's first.
 
-python benchmarks/attention_tiles.py --json benchmarks/results/attention_tiles.json
+    python benchmarks/attention_tiles.py --json benchmarks/results/attention_tiles.json
+    python benchmarks/attention_tiles.py --images --json benchmarks/results/attention_images.json
 
-Tiles are block_m/block_n/warps/stages; with k, dk and dv load keys through TMA into registers. A set of tiles compiles
-in a thread; its results are compared with those of the table's tiles, which tests compare with float32, and its kernels
-are timed one by one in a profile.
+Tiles are block_m/block_n/warps/stages; with k, dk and dv load keys through TMA into registers, with late a loop's last
+matmul runs a tile late, and r is a limit of registers. A set of tiles compiles in a thread; its results are compared
+with those of the table's tiles, which tests compare with float32, and its kernels are timed one by one in a profile.
+
+With --images the heads are a vision tower's, of 72, whose patches see all of their image: in one tile of 128 columns,
+in two parts, and by cuDNN. Times are those of all kernels of a pass; a rate is that of 4·N²·72 FLOPs for each image of
+N patches and head forward, and 2.5 times that backward.
 """
 
 import argparse
+import itertools
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +28,9 @@ from measure import log_normal_lengths, table, write_results
 from traces import kernel_milliseconds
 
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles, kernel_tiles
-from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
-from jaxglue.ops.segments import BatchKind, pack_segments
+from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
+from jaxglue.ops.backend import UNTRIED
+from jaxglue.ops.segments import BatchKind, PackedSegments, both_ways, pack_segments, segment_bucket
 
 HEADS = Heads(N=16, K=8, H=256)
 TOKENS, CALLS = 16_384, 8
@@ -36,19 +44,32 @@ SETS = [
     ("64/64/4/1", "64/16/4/2", "32/64/4/1/k", "32/128/8/2/k"),
 ]
 """Tiles of the kernels of the forward pass, dq, dk and dv."""
+TOWER = Heads(N=16, K=16, H=72)
+IMAGE_SETS = [
+    ("64/32/4/4", "64/32/4/4", "32/64/4/3"),
+    ("128/64/8/2/r128", "64/64/4/3", "64/64/4/3"),
+    ("64/128/4/2", "128/64/8/3", "64/128/8/2"),
+    ("128/128/8/2", "64/128/4/2", "64/128/8/3/k"),
+    ("64/64/4/2/late", "64/64/4/2/late", "64/64/4/3/k"),
+]
+"""Tiles of the kernels of the forward pass, dq, and of dk and dv, beside the table's."""
+IMAGE_COLUMNS = "forward ms", "both ms", "dq ms", "dkdv ms", "TFLOP/s forward", "TFLOP/s both", "difference"
+IN_TWO_PARTS = "heads in two parts"
 
 
 def parse_tiles(text: str) -> AttentionTiles:
     """Read a kernel's tiles."""
     block_m, block_n, warps, stages, *rest = text.split("/")
     sizes = {"block_m": int(block_m), "block_n": int(block_n), "num_warps": int(warps), "num_stages": int(stages)}
-    return AttentionTiles(**sizes, k_descriptor=rest == ["k"])
+    registers = next((int(part[1:]) for part in rest if part.startswith("r")), None)
+    return AttentionTiles(**sizes, registers=registers, late="late" in rest, k_descriptor="k" in rest)
 
 
 def tiles_text(tiles: AttentionTiles) -> str:
     """Write a kernel's tiles."""
     sizes = tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages
-    return "/".join(map(str, sizes)) + "/k" * tiles.k_descriptor
+    limit = "" if tiles.registers is None else f"/r{tiles.registers}"
+    return "/".join(map(str, sizes)) + "/late" * tiles.late + limit + "/k" * tiles.k_descriptor
 
 
 def sets() -> list[AttentionKernelTiles]:
@@ -60,11 +81,21 @@ def sets() -> list[AttentionKernelTiles]:
     ]
 
 
-def compiled(tiles: AttentionKernelTiles, arguments: tuple, softcap: float | None):
-    """Return the compiled forward and backward pass, or the reason why the tiles do not fit the GPU."""
+def all_tiles(tiles: AttentionKernelTiles) -> str:
+    """Write the tiles of all kernels."""
+    return " ".join(tiles_text(each) for each in (tiles.forward, tiles.dq, tiles.dkdv, tiles.dv) if each is not None)
+
+
+def triton(tiles: AttentionKernelTiles) -> AttentionBackend:
+    """Return the Triton kernels with these tiles."""
     from jaxglue.ops.attention.triton import TritonAttention
 
-    spec = FlashSpec(backend=TritonAttention(compute_capability=90, tiles=tiles), window=None, softcap=softcap)
+    return TritonAttention(compute_capability=90, tiles=tiles)
+
+
+def compiled(backend: AttentionBackend, arguments: tuple, softcap: float | None = None):
+    """Return the compiled forward and backward pass, or the reason why they do not fit the GPU."""
+    spec = FlashSpec(backend=backend, window=None, softcap=softcap)
 
     @jax.jit
     def both(q, k, v, dout, segments):
@@ -73,20 +104,22 @@ def compiled(tiles: AttentionKernelTiles, arguments: tuple, softcap: float | Non
 
     try:
         return both.lower(*arguments).compile()
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
         return str(error).splitlines()[0][:120]
 
 
-def times(step, arguments: tuple) -> list[float]:
-    """Return the milliseconds of each pass's kernel."""
+def times(step, arguments: tuple) -> dict[str, float]:
+    """Return the milliseconds of each kernel."""
     jax.block_until_ready([step(*arguments) for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([step(*arguments) for _ in range(CALLS)])
-        found = kernel_milliseconds(folder)
-    return [
-        sum(ms for name, ms in found.items() if name.startswith(each)) / CALLS for each in map("{}_".format, PASSES)
-    ]
+        return {name: ms / CALLS for name, ms in kernel_milliseconds(folder).items()}
+
+
+def of_passes(found: dict[str, float], passes: tuple[str, ...]) -> dict[str, float]:
+    """Return the milliseconds of each pass's kernel."""
+    return {each: round(sum(ms for name, ms in found.items() if name.startswith(f"{each}_")), 4) for each in passes}
 
 
 def difference(got, expected) -> float:
@@ -107,35 +140,91 @@ def rows(softcap: float | None) -> Iterator[dict]:
     }
     arguments = q, k, v, dout, packed["log-normal"]
     with ThreadPoolExecutor() as pool:
-        steps = list(pool.map(partial(compiled, arguments=arguments, softcap=softcap), sets()))
+        steps = list(pool.map(partial(compiled, arguments=arguments, softcap=softcap), map(triton, sets())))
     for name, segments in packed.items():
         pairs, first = visible_pairs(DOCUMENTS[name], None), None
         for tiles, step in zip(sets(), steps, strict=True):
-            texts = [tiles_text(each) for each in (tiles.forward, tiles.dq, tiles.dkdv, tiles.dv) if each is not None]
-            row = {"documents": name, "softcap": softcap, "tiles": " ".join(texts)}
+            row = {"documents": name, "softcap": softcap, "tiles": all_tiles(tiles)}
             if isinstance(step, str):
                 yield row | dict.fromkeys((*PASSES, "difference", "TFLOP/s"), step)
                 continue
             got = step(q, k, v, dout, segments)
             first = got if first is None else first
-            spent = times(step, (q, k, v, dout, segments))
-            rate = 14 * pairs * HEADS.N * HEADS.H / sum(spent) / 1e9
-            row |= dict(zip(PASSES, (round(ms, 4) for ms in spent), strict=True))
+            spent = of_passes(times(step, (q, k, v, dout, segments)), PASSES)
+            rate = 14 * pairs * HEADS.N * HEADS.H / sum(spent.values()) / 1e9
+            row |= spent
             yield row | {"difference": f"{difference(got, first):.1e}", "TFLOP/s": round(rate)}
+
+
+def image_segments(lengths: list[int], slots: int) -> PackedSegments:
+    """Return the bounds of images' patches, as kernels read them."""
+    packed = pack_segments([lengths], seq_len=sum(lengths), kind=BatchKind(False, slots))
+    return both_ways(jax.device_put(packed), None)
+
+
+def image_steps(arguments: tuple, images: dict[str, list[int]]) -> Iterator[tuple[str, str, Any, PackedSegments]]:
+    """Yield (images, kernels, compiled passes, segments); Triton's read no slots, so their passes are all rows'."""
+    from jaxglue.ops.attention.cudnn import CudnnAttention
+
+    most = segment_bucket(max(map(len, images.values())))
+    rows = {name: image_segments(lengths, most) for name, lengths in images.items()}
+    fewest = {name: image_segments(lengths, segment_bucket(len(lengths))) for name, lengths in images.items()}
+    example = (*arguments, next(iter(rows.values())))
+    UNTRIED.add(IN_TWO_PARTS)  # which are then not taken
+    whole = kernel_tiles((9, 0), TOWER.H)
+    steps = {f"in one part, {all_tiles(whole)}": compiled(triton(whole), example)}
+    UNTRIED.discard(IN_TWO_PARTS)
+    others = (map(parse_tiles, texts) for texts in IMAGE_SETS)
+    tiles = [kernel_tiles((9, 0), TOWER.H), *(AttentionKernelTiles(forward=f, dq=q, dkdv=k) for f, q, k in others)]
+    bidirectional = CudnnAttention(bidirectional=True)
+    with ThreadPoolExecutor() as pool:
+        parted = pool.map(lambda each: compiled(triton(each), example), tiles)
+        cudnn = pool.map(lambda each: compiled(bidirectional, (*arguments, each)), fewest.values())
+        steps |= {f"in two, {all_tiles(each)}": step for each, step in zip(tiles, parted, strict=True)}
+        by_cudnn = dict(zip(fewest, cudnn, strict=True))
+    for name, segments in rows.items():
+        yield from ((name, kernels, step, segments) for kernels, step in steps.items())
+        yield name, "cuDNN", by_cudnn[name], fewest[name]
+
+
+def image_rows(heads: Heads, tokens: int) -> Iterator[dict]:
+    """Yield the times of each set of tiles, and of cuDNN, for each row of images."""
+    (q, k, v), _, dout = random_inputs(heads, tokens)
+    images = {f"{tokens // n} of {n}": [n] * (tokens // n) for n in (64, 256, 1024, 4096) if n <= tokens}
+    images["uneven"] = log_normal_lengths(tokens, max(2, tokens // 680))
+    first: dict[str, Any] = {}
+    for name, kernels, step, segments in image_steps((q, k, v, dout), images):
+        row = {"images": name, "kernels": kernels}
+        if isinstance(step, str):
+            yield row | dict.fromkeys(IMAGE_COLUMNS, step)
+            continue
+        expected = first.setdefault(name, step(q, k, v, dout, segments))
+        off = f"{difference(step(q, k, v, dout, segments), expected):.1e}"
+        found = times(step, (q, k, v, dout, segments))
+        work = 4 * sum(n * n for n in images[name]) * heads.N * heads.H / 1e9
+        forward = sum(ms for kernel, ms in found.items() if kernel.startswith("forward_") or "fprop" in kernel)
+        spent = {
+            "forward": round(forward, 4),
+            "both": round(sum(found.values()), 4),
+            **of_passes(found, ("dq", "dkdv")),
+        }
+        rates = work / forward if forward else 0, 3.5 * work / spent["both"]
+        yield row | dict(zip(IMAGE_COLUMNS, (*spent.values(), *map(round, rates), off), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--softcaps", type=float, nargs="*", default=[], help="measured after none")
+    parser.add_argument("--images", action="store_true", help="heads of a vision tower, in both directions")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
-    for softcap in (None, *args.softcaps):
-        for row in rows(softcap):
-            results.append(row)
-            print(*row.values(), sep="  ", flush=True)
-            if args.json:
-                write_results(args.json, results)
+    texts = itertools.chain.from_iterable(rows(softcap) for softcap in (None, *args.softcaps))
+    for row in image_rows(TOWER, TOKENS) if args.images else texts:
+        results.append(row)
+        print(*row.values(), sep="  ", flush=True)
+        if args.json:
+            write_results(args.json, results)
     print(table(results))
 
 

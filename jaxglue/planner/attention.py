@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.attention import ATTENTION, AttentionCall
-from jaxglue.ops.attention.tiles import heads_summed_at_once
+from jaxglue.ops.attention.tiles import heads_summed_at_once, tile_columns
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner import calibration as fitted
@@ -196,16 +196,10 @@ def _seconds(
     return flops / (rate.share * gpu.matmul)
 
 
-def _columns(head_dim: int) -> int:
-    """Return the columns of a kernel's tiles, a power of two."""
-    return 1 << (head_dim - 1).bit_length()
-
-
 def _tile_columns(config: DecoderConfig) -> tuple[int, int]:
-    """Return the columns of tiles of keys and of values; wider keys have a second tile beside one like values'."""
-    values = _columns(config.value_dim)
-    rest = config.head_dim - values
-    return values + (_columns(rest) if rest > 0 else 0), values
+    """Return the columns of tiles of keys and of values."""
+    first, rest = tile_columns(config.head_dim, config.value_dim)
+    return first + rest, first + (rest if config.value_dim > first else 0)
 
 
 def _backward_share(config: DecoderConfig) -> float:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.tower_config import TowerConfig
+from jaxglue.ops.attention.tiles import tile_columns
 from jaxglue.planner import calibration as fitted
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.workload import Workload
@@ -13,7 +14,7 @@ from jaxglue.planner.workload import Workload
 _ROW = 8192
 """Patches of a row of images that a frozen tower takes at once."""
 _HEADS = 64, 128, 256
-"""Sizes of heads that attention's tiles have."""
+"""Columns of heads whose rates are known."""
 _BYTES = 2
 """Of an activation."""
 
@@ -49,10 +50,10 @@ class TowerCost:
         """Return the time of an image, by the rates of a text's layers: matmuls, attention, and bytes between them."""
         tower, P = self.tower, self.patches
         linear, attention = self.flops
-        tile = next((size for size in _HEADS if tower.head_dim <= size), _HEADS[-1])
-        rate = fitted.ATTENTION["short", tile].forward
+        columns = sum(tile_columns(tower.head_dim, tower.head_dim))
+        rate = fitted.ATTENTION["short", next((size for size in _HEADS if columns <= size), _HEADS[-1])].forward
         # Dimensions that fill a tile of heads cost as others do; every patch sees all of its image.
-        attended = attention * (tile / tower.head_dim) * (1 + rate.waste / P) / (rate.share * gpu.matmul)
+        attended = attention * (columns / tower.head_dim) * (1 + rate.waste / P) / (rate.share * gpu.matmul)
         # Of a block: two norms, two sums with their input, turned queries and keys, and the hidden layer's activation.
         moved = P * (14 * tower.width + (1 + len(tower.names.up)) * tower.intermediate) * _BYTES
         return linear / gpu.matmul + attended + tower.layers * moved / gpu.copy

@@ -393,19 +393,10 @@ def pack_patches(rows: Sequence[Sequence[Image]], processor: Processor, size: in
         [part for image in row for part in (image.grid.patches, -image.grid.patches % align) if part] for row in rows
     ]
     slots = segment_bucket(max(8, *map(len, lengths)))
-    segments = seeing_all(pack_segments(lengths, seq_len=size, kind=BatchKind(False, slots)))
+    segments = replace(pack_segments(lengths, seq_len=size, kind=BatchKind(False, slots)), bidirectional=True)
     values_: Any = values
     places_: Any = places
     return Patches(values=values_, places=places_, segments=segments)
-
-
-def seeing_all(segments: PackedSegments) -> PackedSegments:
-    """Return the segments, in numpy, with each token seeing all others of its own segment."""
-    starts, ends = np.asarray(segments.starts), np.asarray(segments.ends)
-    padding = np.asarray(segments.segment_ids) == 0
-    last: Any = np.where(padding, np.maximum(ends - 1, 0), ends - 1).astype(np.int32)
-    first: Any = np.where(padding, ends, starts).astype(np.int32)
-    return replace(segments, own_keys=last, first_queries=first)
 
 
 def image_positions(total: int, images: Sequence[tuple[int, Grid]], merge: int) -> Int32[np.ndarray, "T 3"]:

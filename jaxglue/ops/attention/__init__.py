@@ -77,7 +77,9 @@ class AttentionCall:
     """Bound of the scores (Gemma 2)."""
     split: bool = False
     """Queries have bounds other than their own place: they are some of a row's tokens (`PackedSegments.split`), or see
-    later keys (`PackedSegments.own_keys`, `PackedSegments.bidirectional`)."""
+    later keys of some of their segment (`PackedSegments.own_keys`)."""
+    bidirectional: bool = False
+    """Tokens see their whole segment, or all of a window around them (`PackedSegments.bidirectional`)."""
     sinks: bool = False
     """Each query head has a learned logit in the softmax's denominator (GPT-OSS)."""
     exact: bool = False
@@ -114,13 +116,16 @@ def _check_cudnn(capability: Capability | None, call: AttentionCall) -> None:
     if call.forked:
         raise NotImplementedError("forked segments need another mask than causal")
     if call.split:
-        raise NotImplementedError("queries are some of a row's tokens")
+        raise NotImplementedError("queries are some of a row's tokens, or see later ones of some of their segment")
+    if call.bidirectional and call.window is not None:
+        raise NotImplementedError("its windows reach back alone")
 
 
 def _load_cudnn(_: Capability, call: AttentionCall) -> AttentionBackend:
     from jaxglue.ops.attention.cudnn import CudnnAttention
 
-    return PaddedValues(CudnnAttention()) if call.narrow_values else CudnnAttention()
+    kernels = CudnnAttention(bidirectional=call.bidirectional)
+    return PaddedValues(kernels) if call.narrow_values else kernels
 
 
 def _check_hopper(capability: Capability | None, call: AttentionCall) -> None:
@@ -165,7 +170,7 @@ def _order(call: AttentionCall) -> tuple[str, ...]:
     suits = reach >= _HOPPER_WINDOW if wide else unbounded and call.seq_len >= _NARROW_ROW
     if not (call.long and suits):
         return "triton", "cudnn", "hopper"
-    few = wide and unbounded and call.segment_slots <= FEW_DOCUMENTS
+    few = wide and unbounded and call.segment_slots <= FEW_DOCUMENTS and not call.bidirectional
     if few and call.head_dim > 128 and not call.narrow_values:
         return "cudnn", "hopper", "triton"  # faster backward, where nothing is to be skipped
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
@@ -180,19 +185,19 @@ ATTENTION = Operation(
             check=_check_cudnn,
             load=_load_cudnn,
             advantage="few long documents leave nothing to skip",
-            reads={AttentionCall: (*_SIZES, "window", "sinks")},
+            reads={AttentionCall: (*_SIZES, "window", "bidirectional", "sinks")},
         ),
         "hopper": Backend(
             check=_check_hopper,
             load=_load_hopper,
             advantage="long documents keep the tensor cores busy",
-            reads={AttentionCall: (*_SIZES, "window", "softcap", "split", "sinks")},
+            reads={AttentionCall: (*_SIZES, "window", "softcap", "split", "bidirectional", "sinks")},
         ),
         "triton": Backend(
             check=_check_triton,
             load=_load_triton,
             advantage="skips tiles outside of segments and windows",
-            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "sinks", "exact")},
+            reads={AttentionCall: (*_SIZES, "window", "forked", "softcap", "split", "bidirectional", "sinks", "exact")},
         ),
     },
     order=_order,
@@ -311,7 +316,8 @@ def _call(
         window=window,
         forked=segments.gap_starts is not None,
         softcap=softcap,
-        split=segments.split is not None or segments.bidirectional or segments.own_keys is not None,
+        split=segments.split is not None or segments.own_keys is not None,
+        bidirectional=segments.bidirectional,
         sinks=sinks is not None,
     )
 

@@ -9,6 +9,7 @@ from jaxglue.ops.attention.kernels import (
     MASKED,
     REST,
     VALUES,
+    VALUES_REST,
     capped,
     gaps,
     jump,
@@ -18,13 +19,15 @@ from jaxglue.ops.attention.kernels import (
     own_keys,
     query_tile,
     store_heads,
-    store_tile,
+    store_values,
     visible_keys,
 )
 
 
 @triton.jit
-def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
+def query_gradient(
+    q, k, v, q_rest, k_rest, v_rest, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr
+):
     """Store delta = Σ out·dout of one tile, and return the two parts of its dq."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
@@ -38,6 +41,9 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     last_visible = own_keys(starts, tokens, spec)
     dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
     out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES, spec)
+    if spec.values_rest > 0:
+        dout_more = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, VALUES_REST, spec)
+        out_more = load_tile(out, row, first, head, N, TOKENS, spec.P, False, VALUES_REST, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, FIRST, spec)
     if spec.rest > 0:
@@ -45,6 +51,8 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
     stats = ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane
     # Σ weights · dweights of softmax's gradient, without another pass over the keys.
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if spec.values_rest > 0:
+        row_delta += tl.sum(out_more.to(tl.float32) * dout_more.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < end)
     row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
 
@@ -70,6 +78,12 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
+        if spec.values_rest > 0:
+            v_more = load_tile(
+                v_rest, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES_REST,
+                spec.keys,
+            )  # fmt: skip
+            dweights = tl.dot(dout_more, tl.trans(v_more), dweights)
         if spec.late:  # as in the forward kernel
             before_tile = load_tile(
                 k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, FIRST, spec.keys
@@ -111,22 +125,24 @@ def query_gradient(q, k, v, q_rest, k_rest, starts, out, lse, dout, delta, row, 
 
 
 @triton.jit
-def dq_kernel(q, k, v, q_rest, k_rest, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
+def dq_kernel(q, k, v, q_rest, k_rest, v_rest, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
     """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
     gradient, rest = query_gradient(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, starts=starts, out=out, lse=lse, dout=dout, delta=delta, row=row,
-        first=first, end=end, pack=pack, spec=spec,
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, starts=starts, out=out, lse=lse, dout=dout,
+        delta=delta, row=row, first=first, end=end, pack=pack, spec=spec,
     )  # fmt: skip
     N: tl.constexpr = spec.K * spec.G
     store_heads(dq, gradient, rest, row, first, end, pack * spec.P, N, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit
-def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
-    """Return (dk, its rest, dv) of one tile, summed over the group of query heads.
+def key_value_gradients(
+    q, k, v, q_rest, k_rest, v_rest, ends, lse, delta, dout, dout_rest, row, first, end, kv_head, spec: tl.constexpr
+):
+    """Return (dk, its rest, dv, its rest) of one tile, summed over the group of query heads.
 
     Without `spec.dkeys` or dvalues some are none.
 
@@ -154,14 +170,19 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
     if spec.dkeys:
         v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES, spec.keys)
+        if spec.values_rest > 0:
+            v_more = load_tile(
+                v_rest, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, VALUES_REST, spec.keys
+            )
     if spec.rest > 0:
         k_more = load_tile(k_rest, row, first, kv_head, spec.K, spec.block_n, 1, False, REST, spec.keys)
     # Loaded last, as a load by descriptor waits. It lands in registers, which leave no room for values beside it.
     k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, spec.k_descriptor, FIRST, spec.keys)
 
     dk_acc = tl.full((spec.block_n, spec.width if spec.dkeys else 1), 0.0, tl.float32)
-    more_acc = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)
+    dk_more = tl.full((spec.block_n, spec.rest if spec.dkeys and spec.rest > 0 else 1), 0.0, tl.float32)
     dv_acc = tl.full((spec.block_n, spec.width if spec.dvalues else 1), 0.0, tl.float32)
+    dv_more = tl.full((spec.block_n, spec.rest if spec.dvalues and spec.values_rest > 0 else 1), 0.0, tl.float32)
     for part in range(0, spec.G // spec.P):  # the group's sum is formed here, in one order
         pack = kv_head * (spec.G // spec.P) + part
         for i in range(first_query, stop, TOKENS):
@@ -171,6 +192,10 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             if spec.rest > 0:
                 q_more = load_tile(q_rest, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, REST, spec)
             dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, VALUES, spec)
+            if spec.values_rest > 0:
+                dout_more = load_tile(
+                    dout_rest, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, VALUES_REST, spec
+                )
             row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
             if spec.dkeys:
                 row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
@@ -180,6 +205,8 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             scores = capped(scores, spec)
             if spec.dkeys:
                 dweights = tl.dot(v_tile, tl.trans(dout_tile))
+                if spec.values_rest > 0:
+                    dweights = tl.dot(v_more, tl.trans(dout_more), dweights)
             # From the last key's first query to the first key's last one, all queries see all keys.
             cut = (i < last_query) | (i + TOKENS > all_stop)
             if spec.far:  # in every tile: positions do not grow along the row
@@ -193,51 +220,53 @@ def key_value_gradients(q, k, v, q_rest, k_rest, ends, lse, delta, dout, row, fi
             weights = tl.exp2(scores * (spec.factor * LOG2_E) - row_lse[None, :])
             if spec.dvalues:
                 dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
+                if spec.values_rest > 0:
+                    dv_more = tl.dot(weights.to(dout_tile.dtype), dout_more, dv_more)
             if spec.dkeys:
                 dscores = weights * (dweights - row_delta[None, :])
                 if spec.softcap is not None:
                     dscores *= 1.0 - scores * scores
                 dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
                 if spec.rest > 0:
-                    more_acc = tl.dot(dscores.to(q_tile.dtype), q_more, more_acc)
-    return dk_acc * spec.scale, more_acc * spec.scale, dv_acc
+                    dk_more = tl.dot(dscores.to(q_tile.dtype), q_more, dk_more)
+    return dk_acc * spec.scale, dk_more * spec.scale, dv_acc, dv_more
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, dv, spec: tl.constexpr):
+def dkdv_kernel(q, k, v, q_rest, k_rest, v_rest, ends, units, lse, delta, dout, dout_rest, dk, dv, spec: tl.constexpr):
     """Compute dk and dv of one tile; grid (key tiles · K, B)."""
     row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    dkeys, rest, dvalues = key_value_gradients(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
-        end=end, kv_head=head, spec=spec,
+    dkeys, dkeys_rest, dvalues, dvalues_rest = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, ends=ends, lse=lse, delta=delta, dout=dout,
+        dout_rest=dout_rest, row=row, first=first, end=end, kv_head=head, spec=spec,
     )  # fmt: skip
-    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)
+    store_heads(dk, dkeys, dkeys_rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
+    store_values(dv, dvalues, dvalues_rest, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec.keys)
 
 
 @triton.jit
-def dk_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dk, spec: tl.constexpr):
+def dk_kernel(q, k, v, q_rest, k_rest, v_rest, ends, units, lse, delta, dout, dout_rest, dk, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dk alone."""
     row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    dkeys, rest, _ = key_value_gradients(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
-        end=end, kv_head=head, spec=spec,
+    dkeys, dkeys_rest, _, _ = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, ends=ends, lse=lse, delta=delta, dout=dout,
+        dout_rest=dout_rest, row=row, first=first, end=end, kv_head=head, spec=spec,
     )  # fmt: skip
-    store_heads(dk, dkeys, rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
+    store_heads(dk, dkeys, dkeys_rest, row, first, end, head, spec.K, spec.block_n, 1, spec.keys)
 
 
 @triton.jit
-def dv_kernel(q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, dv, spec: tl.constexpr):
+def dv_kernel(q, k, v, q_rest, k_rest, v_rest, ends, units, lse, delta, dout, dout_rest, dv, spec: tl.constexpr):
     """Do as `dkdv_kernel` for dv alone."""
     row, first, end, head = key_tile(units, spec.keys)
     if first >= end:
         return
-    _, _, dvalues = key_value_gradients(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
-        end=end, kv_head=head, spec=spec,
+    _, _, dvalues, dvalues_rest = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, ends=ends, lse=lse, delta=delta, dout=dout,
+        dout_rest=dout_rest, row=row, first=first, end=end, kv_head=head, spec=spec,
     )  # fmt: skip
-    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec.keys)
+    store_values(dv, dvalues, dvalues_rest, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec.keys)

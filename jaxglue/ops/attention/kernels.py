@@ -15,9 +15,10 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
   deterministically.
 
 Layout: q, dq [B, T, N, H]; k, dk [B, T, K, H]; out, dout [B, T, N, values]; v, dv are the last K heads of [B, T, V,
-values]; lse, delta [B, N // P, T, P] float32, lse in natural units. Heads of queries and keys wider than those of
-values (latent attention) are tiles of two parts, as a tile's columns are a power of two: 192 are 128 and 64. Offsets of
-tiles are 64-bit, offsets in a tile 32-bit. With `descriptors` (compute capability ≥ 9.0), matmul operands come through
+values]; lse, delta [B, N // P, T, P] float32, lse in natural units. A tile's columns are a power of two, so heads of
+queries and keys wider than those of values (latent attention) are tiles of two parts: 192 are 128 and 64. Values are,
+too, where that spares columns: heads of 72 (vision towers) are 64 and 16. Offsets of tiles are 64-bit, offsets in a
+tile 32-bit. With `descriptors` (compute capability ≥ 9.0), matmul operands come through
 TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last. With a unit of tokens, tiles are parts
@@ -37,10 +38,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # it is exact, where a fused multiply-add could leave a large rounding error as exponent. Its square is finite, too.
 MASKED = tl.constexpr(-(2.0**60))
 
-# Parts of a head's columns: the first of queries and keys, the rest of them, and those of values.
+# Parts of a head's columns: the first and the rest of queries and keys, and the same of values.
 FIRST = tl.constexpr(0)
 REST = tl.constexpr(1)
 VALUES = tl.constexpr(2)
+VALUES_REST = tl.constexpr(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class AttentionKernelSpec:
     values: int
     """Head dim of values."""
     width: int
-    """Columns of a tile: the head dim of values, or the next power of two."""
+    """Columns of a tile; see `tile_columns`."""
     rest: int = 0
     """Columns of a second tile of queries and keys, where their heads are wider; 0 for none."""
     scale: float
@@ -96,6 +98,11 @@ class AttentionKernelSpec:
     def keys(self) -> "AttentionKernelSpec":
         """Return the constants for arrays of keys and values."""
         return replace(self, T=self.S)
+
+    @property
+    def values_rest(self) -> int:
+        """Return the columns of a second tile of values, where their heads are wider than the first; 0 for none."""
+        return self.rest if self.values > self.width else 0
 
     @property
     def bounds(self) -> int:
@@ -230,9 +237,9 @@ def tile_of(row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PA
 def load_tile(source, row, token, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
               DESCRIPTOR: tl.constexpr, PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Load a tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
-    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
-    FROM: tl.constexpr = spec.width if PART == REST else 0
-    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
+    SIZE: tl.constexpr = spec.values if PART >= VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART % VALUES == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART % VALUES == REST else spec.width
     if DESCRIPTOR:
         return source.load([(row * spec.T + token).to(tl.int32), head, FROM]).reshape(TOKENS * PACK, WIDTH)
     else:
@@ -244,9 +251,9 @@ def load_tile(source, row, token, head, HEADS: tl.constexpr, TOKENS: tl.constexp
 def store_tile(target, value, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
                PART: tl.constexpr, spec: tl.constexpr):  # fmt: skip
     """Store a tile's tokens before `end`."""
-    SIZE: tl.constexpr = spec.values if PART == VALUES else spec.H
-    FROM: tl.constexpr = spec.width if PART == REST else 0
-    WIDTH: tl.constexpr = spec.rest if PART == REST else spec.width
+    SIZE: tl.constexpr = spec.values if PART >= VALUES else spec.H
+    FROM: tl.constexpr = spec.width if PART % VALUES == REST else 0
+    WIDTH: tl.constexpr = spec.rest if PART % VALUES == REST else spec.width
     base, offsets, mask = tile_of(row, token, end, head, HEADS, TOKENS, PACK, SIZE, FROM, WIDTH, spec)
     tl.store(target + base + offsets, value.to(target.dtype.element_ty), mask=mask)
 
@@ -258,6 +265,27 @@ def store_heads(target, value, rest, row, token, end, head, HEADS: tl.constexpr,
     store_tile(target, value, row, token, end, head, HEADS, TOKENS, PACK, FIRST, spec)
     if spec.rest > 0:
         store_tile(target, rest, row, token, end, head, HEADS, TOKENS, PACK, REST, spec)
+
+
+@triton.jit
+def store_values(target, value, rest, row, token, end, head, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+                 PACK: tl.constexpr, spec: tl.constexpr):  # fmt: skip
+    """Store the parts of a tile like values'."""
+    store_tile(target, value, row, token, end, head, HEADS, TOKENS, PACK, VALUES, spec)
+    if spec.values_rest > 0:
+        store_tile(target, rest, row, token, end, head, HEADS, TOKENS, PACK, VALUES_REST, spec)
+
+
+@triton.jit
+def add_values(acc, more, alpha, weights, v, v_rest, row, token, kv_head, spec: tl.constexpr):
+    """Return both parts of a tile's sums, scaled by alpha, plus the weighted values of a tile of keys."""
+    head = spec.V - spec.K + kv_head
+    v_tile = load_tile(v, row, token, head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys)
+    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+    if spec.values_rest > 0:
+        v_more = load_tile(v_rest, row, token, head, spec.V, spec.block_n, 1, spec.descriptors, VALUES_REST, spec.keys)
+        more = tl.dot(weights.to(v_more.dtype), v_more, more * alpha[:, None])
+    return acc, more
 
 
 @triton.jit
@@ -300,7 +328,7 @@ def last_tile(low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec: tl.constexpr):
+def forward_kernel(q, k, v, q_rest, k_rest, v_rest, sinks, starts, units, out, lse, spec: tl.constexpr):
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
@@ -323,6 +351,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
 
     peak, total = begin_sums(sinks, head + lane % spec.P, spec.has_sinks, spec.block_m)
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
+    more = tl.full((spec.block_m, spec.values_rest if spec.values_rest > 0 else 1), 0.0, tl.float32)
     stop = last_own + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec)
@@ -340,10 +369,7 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
             scores = tl.dot(q_more, tl.trans(k_more), scores)
         scores = capped(scores, spec)
         if spec.late:  # the product of the tile before runs under this one's exponentials; zeros in the first turn
-            v_tile = load_tile(
-                v, row, before, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
-            )
-            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+            acc, more = add_values(acc, more, alpha, weights, v, v_rest, row, before, kv_head, spec)
         # Between these bounds all queries see all keys: most tiles need no mask.
         cut = (j < all_low) | (j + spec.block_n - 1 > first_own)
         if spec.forks:
@@ -358,22 +384,17 @@ def forward_kernel(q, k, v, q_rest, k_rest, sinks, starts, units, out, lse, spec
             scores = tl.where(visible, scores, MASKED)
         weights, alpha, peak, total = weigh(scores, peak, total, spec)
         if not spec.late:
-            v_tile = load_tile(
-                v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
-            )
-            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+            acc, more = add_values(acc, more, alpha, weights, v, v_rest, row, j, kv_head, spec)
     if spec.late:
         j = last_tile(low, stop, spec.block_n)
         if spec.forks:
             j = tl.where(j < bend, j, j + shift)
-        v_tile = load_tile(
-            v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, VALUES, spec.keys
-        )
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+        acc, more = add_values(acc, more, alpha, weights, v, v_rest, row, j, kv_head, spec)
 
     seen = (lows <= last_visible) & (tokens < spec.T)  # padding sees nothing: zeros in place of 0 / 0
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
-    store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, VALUES, spec)
+    more = tl.where(seen[:, None], more / total[:, None], 0.0)
+    store_values(out, acc, more, row, first, end, head, N, TOKENS, spec.P, spec)
     log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
     tl.store(lse + ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane, log_sum, mask=tokens < end)

@@ -38,15 +38,15 @@ def _take_back(
 
 @triton.jit
 def rotated_dq_kernel(
-    q, k, v, q_rest, k_rest, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr
+    q, k, v, q_rest, k_rest, v_rest, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta, spec: tl.constexpr
 ):
     """Do as `dq_kernel`; write the first N heads of dz."""
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
     gradient, _ = query_gradient(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, starts=starts, out=out, lse=lse, dout=dout, delta=delta, row=row,
-        first=first, end=end, pack=pack, spec=spec,
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, starts=starts, out=out, lse=lse, dout=dout,
+        delta=delta, row=row, first=first, end=end, pack=pack, spec=spec,
     )  # fmt: skip
     _take_back(
         gradient=gradient, z=z, weight=weight, cos=cos, sin=sin, dz=dz, row=row, token=first, end=end,
@@ -56,15 +56,16 @@ def rotated_dq_kernel(
 
 @triton.jit
 def rotated_dkdv_kernel(
-    q, k, v, q_rest, k_rest, ends, units, lse, delta, dout, z, weight, cos, sin, dz, spec: tl.constexpr
-):
+    q, k, v, q_rest, k_rest, v_rest, ends, units, lse, delta, dout, dout_rest, z, weight, cos, sin, dz,
+    spec: tl.constexpr,
+):  # fmt: skip
     """Do as `dkdv_kernel`; write the last 2·K heads of dz."""
     row, first, end, head = key_tile(units, spec)
     if first >= end:
         return
-    dkeys, _, dvalues = key_value_gradients(
-        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, ends=ends, lse=lse, delta=delta, dout=dout, row=row, first=first,
-        end=end, kv_head=head, spec=spec,
+    dkeys, _, dvalues, _ = key_value_gradients(
+        q=q, k=k, v=v, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest, ends=ends, lse=lse, delta=delta, dout=dout,
+        dout_rest=dout_rest, row=row, first=first, end=end, kv_head=head, spec=spec,
     )  # fmt: skip
     store_tile(dz, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, VALUES, spec)
     _take_back(

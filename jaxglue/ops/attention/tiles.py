@@ -6,6 +6,8 @@ Measured on an H200; the other generations have sizes that fit their shared memo
 from dataclasses import dataclass
 from typing import Any
 
+from jaxglue.ops import backend
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
@@ -46,25 +48,32 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
 
 
 Table = dict[int, AttentionKernelTiles]
-"""Tiles by largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
+"""Tiles by most columns of a head (`tile_columns`).
+
+They are (block_m, block_n, warps, stages, registers) of forward, dq, dkdv and dv."""
 
 _WIDEST = _tiles((64, 16, 8, 2), (64, 16, 8, 2), (32, 64, 8, 1), (32, 64, 8, 1))
 """Tiles of heads of 512, whose sums leave few registers (Gemma 4)."""
+_PARTS = _tiles((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2))
+"""Tiles of heads in two parts before Hopper, whose registers hold the sums of no larger ones."""
 # Several small programs on a multiprocessor hide their start, most of the time of a short loop.
 _HOPPER: Table = {
     64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    96: _tiles((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
     128: _tiles((64, 32, 4, 4), (64, 32, 4, 3, 168), (64, 64, 4, 2)),
     256: _tiles((64, 32, 4, 3), (64, 16, 4, 3), (32, 128, 8, 2), (32, 64, 4, 2)),
     512: _WIDEST,
 }
 _HOPPER_WINDOW: Table = {
     64: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3)),
+    96: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3)),
     128: _tiles((64, 32, 4, 3), (64, 32, 4, 3, 168), (32, 64, 4, 3)),
     256: _tiles((64, 32, 4, 3), (64, 16, 4, 3), (64, 64, 8, 1)),
     512: _WIDEST,
 }
 _HOPPER_LONG: Table = {
     64: _HOPPER[64],
+    96: _HOPPER[96],
     128: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
     256: _tiles((64, 32, 4, 3), (64, 16, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2)),
     512: _WIDEST,
@@ -75,11 +84,13 @@ _HOPPER_LATENT = {  # queries and keys of 192, values of 128
 }
 _AMPERE: Table = {  # 164 KiB of shared memory in a block
     64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    96: _PARTS,
     128: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
     256: _tiles((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
 }
 _SMALL: Table = {  # 99 KiB: 8.6, 8.9, 12.x
     64: _tiles((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    96: _PARTS,
     128: _tiles((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
     256: _tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
@@ -106,7 +117,31 @@ def kernel_tiles(
     if (9, 0) <= compute_capability < (12, 0) and 128 < head_dim <= 192 and value_dim == 128:
         return _HOPPER_LATENT[long]
     table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, long)
-    return next(tiles for size, tiles in table.items() if head_dim <= size)
+    columns = sum(tile_columns(head_dim, value_dim or head_dim))
+    return next(tiles for size, tiles in table.items() if columns <= size)
+
+
+def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the columns of a head's tile, a power of two, and those of a second one for the rest of it; 0 for none.
+
+    Values have the second one where they are as wide as keys and narrower than 128, if both have fewer columns then.
+
+    Args:
+        head_dim: of queries and keys.
+        value_dim: of values, at most as many.
+    """
+    whole = power_of_two(value_dim)
+    if value_dim < head_dim:
+        return whole, power_of_two(head_dim - whole) if whole < head_dim else 0
+    first = whole // 2
+    rest = power_of_two(value_dim - first)
+    parted = whole <= 128 and first + rest < whole and "heads in two parts" not in backend.UNTRIED
+    return (first, rest) if parted else (whole, 0)
+
+
+def power_of_two(columns: int) -> int:
+    """Return the least power of two that is not less, and at least a matmul's least depth."""
+    return max(1 << (columns - 1).bit_length(), 16)
 
 
 def key_tile(head_dim: int) -> int:

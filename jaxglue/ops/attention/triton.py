@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.attention import backward_kernels, kernels, rotated
 from jaxglue.ops.attention.kernels import AttentionKernelSpec
 from jaxglue.ops.attention.rotation import Rotation
-from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
+from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles, tile_columns
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
@@ -104,14 +104,14 @@ class TritonAttention(Launcher):
         assert tiles is not None
         count, units, unit = _tiles_in_order(segments, sizes.S, tiles.block_n)
         block, ends = (tiles.block_m // sizes.P, sizes.P), _ends(segments, spec.window)
-        first, rest = self._parts(q, spec, *block)
+        first, rest = self._parts(q, spec.width, spec.rest, *block)
         by_descriptor = self.descriptors and tiles.k_descriptor
         keys = _descriptor(k, tiles.block_n, 1, spec.width) if by_descriptor else k
-        operands = first, keys, v, rest, k if spec.rest else None
-        dout = self._tiled(dout, *block, spec.width)
+        operands = first, keys, v, rest, k if spec.rest else None, v if spec.values_rest else None
+        douts = self._parts(dout, spec.width, spec.values_rest, *block)
         return self._launch_tiles(
             kernel,
-            (*operands, ends, units, lse, delta, dout, *others),
+            (*operands, ends, units, lse, delta, *douts, *others),
             out_type,
             (count * sizes.K, sizes.B),
             tiles,
@@ -120,7 +120,7 @@ class TritonAttention(Launcher):
         )
 
     def _operands(self, q, k, v, tiles: AttentionTiles, spec: AttentionKernelSpec) -> tuple[tuple, bool]:
-        """Return (q, k, v and the rests of q and k, or their descriptors; whether q is a descriptor).
+        """Return (q, k, v and the rests of them, or their descriptors; whether q is a descriptor).
 
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
@@ -128,15 +128,14 @@ class TritonAttention(Launcher):
         small = tiles.block_m <= 64 and tiles.block_n < spec.width
         by_descriptor = self.descriptors and spec.width >= 128 and small and tiles.block_n != spec.rest
         block = tiles.block_m // spec.P, spec.P
-        first, rest = self._parts(q, spec, *block) if by_descriptor else (q, q if spec.rest else None)
-        keys, keys_rest = self._parts(k, spec, tiles.block_n, 1)
-        return (first, keys, self._tiled(v, tiles.block_n, 1, spec.width), rest, keys_rest), by_descriptor
+        first, rest = self._parts(q, spec.width, spec.rest, *block) if by_descriptor else (q, q if spec.rest else None)
+        keys, keys_rest = self._parts(k, spec.width, spec.rest, tiles.block_n, 1)
+        values, values_rest = self._parts(v, spec.width, spec.values_rest, tiles.block_n, 1)
+        return (first, keys, values, rest, keys_rest, values_rest), by_descriptor
 
-    def _parts(self, x, spec: AttentionKernelSpec, tokens: int, heads: int) -> tuple:
-        """Return the sources of the first tiles of queries or keys, and of the rests, or None without such."""
-        widths = (spec.width, spec.rest) if spec.rest else (spec.width,)
-        parts = tuple(self._tiled(x, tokens, heads, width) for width in widths)
-        return parts if spec.rest else (*parts, None)
+    def _parts(self, x, width: int, rest: int, tokens: int, heads: int) -> tuple:
+        """Return the sources of the tiles of an array's first columns, and of the rest, or None without such."""
+        return self._tiled(x, tokens, heads, width), self._tiled(x, tokens, heads, rest) if rest else None
 
     def _tiled(self, x, tokens: int, heads: int, width: int):
         """Return the array as a descriptor of [tokens, heads, width] tiles where the GPU has them."""
@@ -192,7 +191,7 @@ def _spec(
 ) -> AttentionKernelSpec:
     """Return the constants of a call, but not its tiles'."""
     values = v.shape[3]
-    width = triton.next_power_of_2(values)
+    width, rest = tile_columns(sizes.H, values)
     return AttentionKernelSpec(
         T=sizes.T,
         S=sizes.S,
@@ -203,7 +202,7 @@ def _spec(
         H=sizes.H,
         values=values,
         width=width,
-        rest=0 if width >= sizes.H else triton.next_power_of_2(sizes.H - width),
+        rest=rest,
         scale=sizes.H**-0.5,
         window=window or 0,
         forks=segments.gap_starts is not None,

@@ -117,6 +117,17 @@ def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h2
     assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 32
 
 
+@repeats_parts_of("test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers")
+@pytest.mark.parametrize("head_dim", [72, 96])
+def test_heads_in_two_parts_keep_matmuls_in_flight_and_sums_in_registers(h200, compiled_kernels, tmp_path, head_dim):
+    shape = {"T": 8192, "N": 16, "K": 16, "H": head_dim, "window": None}
+    compile_step(h200, **shape, policy=jax.checkpoint_policies.everything_saveable)
+    notes = [assembler_notes(result.binary, tmp_path) for result in compiled_kernels]
+    assert len(notes) == 3
+    assert not any("wgmma" in note for note in notes)
+    assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 16
+
+
 def compile_hopper(sharding, *, T, N, K, H, window, slots, softcap=None, split=1, values=None):
     """Compile both passes on queries, keys and values that the program makes; queries are a part of split rows."""
 

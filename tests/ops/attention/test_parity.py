@@ -58,6 +58,7 @@ SMALL = {
     "documents of one token": Case(lengths=((1,) * 17,), T=20, N=2, K=1, H=16),
     "values narrower than keys": Case(lengths=((7, 17), (3, 1, 12)), T=25, N=4, K=2, H=24, values=16, window=12),
     "values narrower than one part of keys": Case(lengths=((7, 17),), T=25, N=2, K=2, H=28, values=8),
+    "heads in two parts": Case(lengths=((7, 17), (3, 1, 12)), T=25, N=4, K=2, H=40, window=12, sinks=True),
     "capped scores": Case(lengths=((1, 17, 9), ()), T=31, N=4, K=2, H=24, window=11, softcap=0.7),
 }
 
@@ -75,6 +76,7 @@ LARGE = {
     "GPT-OSS, full": Case(lengths=(random_lengths(2000, 7),), T=2048, N=64, K=8, H=64, sinks=True),
     "Qwen3-14B": Case(lengths=(random_lengths(1024, 12),), T=1024, N=40, K=8, H=128),
     "window longer than segments": Case(lengths=(random_lengths(1000, 5),), T=1001, N=8, K=2, H=128, window=700),
+    "head dim 72": Case(lengths=(random_lengths(900, 5),), T=960, N=4, K=4, H=72),
     "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
     "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
     "head dim 256, capped scores": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=4, H=256, softcap=2.0),
@@ -140,7 +142,7 @@ def assert_close(got, expected, dout, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * scale
 
 
-LATE = "values narrower than keys", "capped scores"
+LATE = "values narrower than keys", "heads in two parts", "capped scores"
 """Cases with the most in them."""
 
 
@@ -174,8 +176,9 @@ def test_weights_are_rounded_alike_in_all_tiles(has_sinks, interpreted_backend):
     assert (outputs(16) == outputs(64)).mean() > 0.99  # 0.93 with peaks that are not whole
 
 
-def test_gradients_of_values_in_a_kernel_of_their_own_match_the_reference(interpreted_backend):
-    case = SMALL["capped scores"]
+@pytest.mark.parametrize("name", ["capped scores", "heads in two parts"])
+def test_gradients_of_values_in_a_kernel_of_their_own_match_the_reference(name, interpreted_backend):
+    case = SMALL[name]
     inputs, segments, dout = case.inputs(jnp.float32)
     assert_interpreted(case, segments, inputs, dout, interpreted_backend, apart=True)
 

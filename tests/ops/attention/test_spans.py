@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.attention import ATTENTION, AttentionCall, packed_attention
+from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.segments import pack_segments, within_window
-from jaxglue.vision.rows import image_spans, seeing_all
+from jaxglue.vision.rows import image_spans
 from tests.ops.attention.test_parity import assert_close, output_and_gradients
 
 
@@ -80,36 +80,9 @@ def test_the_reference_and_interpreted_kernels_see_what_the_definition_says(name
     assert_close(got, expected, dout, 1e-5)
 
 
-def test_in_a_tower_every_patch_sees_its_image(interpreted_backend):
-    lengths, T = (7, 1, 20, 5), 48
-    plain = pack_segments([lengths], seq_len=T)
-    segments = jax.tree.map(jnp.asarray, seeing_all(plain))
-    ids = np.asarray(plain.segment_ids)[0]
-    inputs, dout = arrays(T, 2, 2, 24)
-    mask = (ids[:, None] == ids[None]) & (ids > 0)[:, None]
-    expected = output_and_gradients(lambda q, k, v, _: dense(q, k, v, mask), inputs, dout)
-    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    backend = interpreted_backend(
-        tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles, dv=None), compute_capability=80
-    )
-    got = output_and_gradients(
-        lambda *x: flash_attention(FlashSpec(backend=backend, window=None), *x, segments), inputs, dout
-    )
-    assert_close(got, expected, dout, 1e-5)
-
-
-def test_backends_without_own_keys_are_not_chosen():
-    sizes = {"head_dim": 128, "query_heads": 4, "kv_heads": 4, "seq_len": 64, "segment_slots": 1}
-    call = AttentionCall(dtype=jnp.dtype(jnp.bfloat16), **sizes, split=True)
-    with pytest.raises(NotImplementedError):
-        ATTENTION.backends["cudnn"].check((9, 0), call)
-
-
 LARGE = {
     "Gemma 3": (8, 4, 256, None),
     "Gemma 3, window": (8, 4, 256, 1024),
-    "tower of 72": (16, 16, 72, "tower"),
-    "tower of 64": (16, 16, 64, "tower"),
 }
 
 
@@ -118,15 +91,10 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_kernels_match_the_reference(name, backend):
     N, K, H, window = LARGE[name]
-    if backend == "hopper" and H not in (64, 256):
-        pytest.skip("no such heads")
     lengths, T = (900, 1, 1400, 300), 2688
     images = ((100, 256), (400, 256), (901, 256), (1300, 256), (2301, 256))
     (q, k, v, _), dout = arrays(T, N, K, H, jnp.bfloat16)
-    if window == "tower":
-        segments, window = jax.tree.map(jnp.asarray, seeing_all(pack_segments([lengths], seq_len=T))), None
-    else:
-        segments, _ = packed(lengths, images, T)
+    segments, _ = packed(lengths, images, T)
     got = output_and_gradients(
         lambda q, k, v, _: packed_attention(q, k, v, segments, window=window, backend=backend), (q, k, v, None), dout
     )
