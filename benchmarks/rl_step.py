@@ -40,7 +40,7 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import Drafts, SamplingConfig
 from jaxglue.generation.drafts import HEAD, WORDS, LoadedHead, make_drafting, words_of
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.pages import free_bytes
+from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.window_sizes import WindowSizes
 from jaxglue.models.draft import build_draft
@@ -53,7 +53,7 @@ from jaxglue.ops.choices import QUANTIZE
 from jaxglue.planner.device_memory import bounded_pool, take_fitting_blocks
 from jaxglue.rl.config import RolloutConfig
 from jaxglue.rl.pack import Group, Packed, TrainedAnswer, pack_groups
-from jaxglue.rl.sampler import copies_of
+from jaxglue.rl.sampler import Sampler, copies_of
 from jaxglue.sharding.mesh import mesh_of
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.rollout_policy import TrainedPolicy
@@ -150,10 +150,16 @@ class Benchmark:
         self.remat = str(self.run.remat)
         self.ended: list[tuple[int, float]] = []
         """Answers' tokens, and seconds after which they were there, of the last sampling."""
-        self.share = 1.0
-        """Part of the free memory that sampling may take."""
+        self.slots = 0
+        """Answers at a time in it."""
         self.devices = len(copies_of((self.state.trainable, self.state.frozen)))
         """GPUs that answer prompts, each by its own copy of the weights."""
+        self._samplers = {engine: self._sampler(engine) for engine in (self._engine, self.drafting) if engine}
+
+    def _sampler(self, engine: Engine) -> Sampler:
+        """Return what plans an engine's memory as in a run."""
+        sampling = SamplingConfig(max_tokens=self.args.longest, temperature=1.0, top_p=1.0)
+        return Sampler(engine, (), sampling, rounds=200, typical=self.prompts, idle=self._policy.idle)
 
     def _spread(self) -> None:
         """Give adapters random values, and distributions about two nats."""
@@ -177,27 +183,32 @@ class Benchmark:
         engine = self.drafting if drafts and self.drafting else self._engine
         sampling = SamplingConfig(max_tokens=self.args.longest, temperature=1.0, top_p=1.0)
         count = self.args.answers
-        everyone = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(self.prompts)]
-        requests = everyone[: len(everyone) // part]
+        prompts = self.prompts[: len(self.prompts) // part]
+        requests = [Request(prompt, sampling, index, n=count) for index, prompt in enumerate(prompts)]
         ends = np.maximum(self._lengths // shorter, 1)
-        copies = copies_of((self.state.trainable, self.state.frozen))[:devices]
-        if engine is self.drafting:
-            copies = [self._head.beside(trees) for trees in copies]
-        # Of all prompts, so that parts of them need no programs of their own.
-        begun = time.perf_counter()
-        plan = engine.plan(everyone[:: self.devices], memory=self.share * free_bytes())
-        print(f"{plan}, planned in {time.perf_counter() - begun:.2f} s", flush=True)
-        begun, self.ended = time.perf_counter(), []
-        groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
+        trees = self.state.trainable, self.state.frozen
 
-        def share(first: int) -> None:
-            with one_device_each() if len(copies) > 1 else nullcontext():
-                own = range(first, len(requests), len(copies))
-                self._sample_part(engine, copies[first], requests, own, ends, plan, groups)
+        def decode(plan: CachePlan) -> list[Group]:
+            print(f"{plan}; {memory()}", flush=True)
+            copies = copies_of(trees)[:devices]
+            if engine is self.drafting:
+                copies = [self._head.beside(copy) for copy in copies]
+            begun, self.ended, self.slots = time.perf_counter(), [], plan.slots
+            groups = [Group(request.prompt, [None] * count) for request in requests]  # type: ignore[list-item]
 
-        with ThreadPoolExecutor(len(copies)) as pool:
-            list(pool.map(share, range(len(copies))))
-        self.ended = [(tokens, at - begun) for tokens, at in self.ended]
+            def share(first: int) -> None:
+                with one_device_each() if len(copies) > 1 else nullcontext():
+                    own = range(first, len(requests), len(copies))
+                    self._sample_part(engine, copies[first], requests, own, ends, plan, groups)
+
+            with ThreadPoolExecutor(len(copies)) as pool:
+                list(pool.map(share, range(len(copies))))
+            self.ended = [(tokens, at - begun) for tokens, at in self.ended]
+            return groups
+
+        # A plan of all prompts, so that parts of them need no programs of their own.
+        groups = self._samplers[engine].in_plan(trees, count, decode)
+        self.state = jax.block_until_ready(self._policy.state)  # moments that had moved are back
         return groups
 
     def _sample_part(self, engine: Engine, trees, requests, own, ends, plan, groups) -> None:
@@ -438,11 +449,8 @@ def main() -> None:
         timed(results, "compile sampling", bench.compile_sampling)
         groups = timed(results, "sampling", bench.sample)
         if groups is None:
-            bench.share = 0.6
-            print("SAMPLING AGAIN in 0.6 of the free memory", flush=True)
-            timed(results, "compile sampling", bench.compile_sampling)
-            groups = timed(results, "sampling", bench.sample)
-        results["share"] = bench.share
+            sys.exit(1)
+        results["slots"] = bench.slots
         print("seconds by answers' tokens:", results.setdefault("ended", when(bench.ended)), flush=True)
         if bench.drafting is not None:
             time_drafts(args, bench, results)

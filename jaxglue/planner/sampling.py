@@ -106,6 +106,35 @@ class DecodeCost:
         return float(self.layers * size * np.interp(live, streams, seconds).sum())
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerTimes:
+    """The answers of a step on a GPU, and what they take by the number that is sampled at a time."""
+
+    gpu: Gpu
+    cost: DecodeCost
+    prompt: int
+    """Tokens of a prompt."""
+    lengths: Int[np.ndarray, " answers"]
+    each: int
+    """Answers to a prompt."""
+
+    def seconds_with(self, slots: int) -> float:
+        """Return the seconds of sampling so many answers at a time, with kernels that sum as fast as they can."""
+        return self.cost.seconds(self.gpu, self.lengths, self.prompt, self.each, slots)
+
+    def pays_moving(self, size: float, arrays: int, slots: int, more: int) -> bool:
+        """Return whether more slots save more time than it takes to move arrays to the host for them, and back.
+
+        Args:
+            size: bytes of the arrays.
+            arrays: their number.
+            slots: answers at a time without their memory.
+            more: answers at a time with it.
+        """
+        moving = 2 * (size / self.gpu.link + arrays * self.gpu.dispatch.copy)
+        return more > slots and self.seconds_with(slots) - self.seconds_with(more) > moving
+
+
 def _is_expert(path: tuple[Any, ...]) -> bool:
     """Return whether a parameter at this path is an expert's."""
     return f"'{_EXPERTS}'" in jax.tree_util.keystr(path)

@@ -4,10 +4,10 @@ import base64
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
@@ -168,6 +168,42 @@ def _device_of(trees: _Trees) -> jax.Device | None:
     return None if first is None else next(iter(first.devices()))
 
 
+class IdleArrays(Protocol):
+    """Arrays of training on the devices that answers do not need while they are sampled."""
+
+    @property
+    def bytes(self) -> float:
+        """Return their bytes on a device."""
+
+    def pays_moving(self, slots: int, more: int) -> bool:
+        """Return whether more answers at a time save more time than it takes to move the arrays out and back."""
+
+    def moved(self) -> AbstractContextManager[None]:
+        """Return a context in which they are on the host; after an error in it they stay there."""
+
+
+def plan_beside(
+    plan: Callable[[float], CachePlan], free: float, idle: float, pays: Callable[[int, int], bool]
+) -> tuple[CachePlan, bool]:
+    """Return the plan of the cache, and whether arrays leave the device for it.
+
+    Args:
+        plan: returns that of so many bytes, or raises ValueError where no sequence fits.
+        free: bytes beside the arrays.
+        idle: bytes of the arrays, perhaps none.
+        pays: of `IdleArrays`.
+    """
+    if not idle:
+        return plan(free), False
+    roomy = plan(free + idle)
+    try:
+        usual = plan(free)
+    except ValueError:
+        return roomy, True
+    moves = roomy.slots > usual.slots and pays(usual.slots, roomy.slots)
+    return roomy if moves else usual, moves
+
+
 class Sampler:
     """Writes answers; one serves a whole run, whatever the weights.
 
@@ -182,6 +218,7 @@ class Sampler:
         slots: the most answers at a time; by default as many as memory holds.
         begun: conversations under way at once, whose pages stay where memory holds them.
         reserved: bytes beside the weights that training takes meanwhile.
+        idle: arrays that leave the devices meanwhile where that pays; None for none.
     """
 
     def __init__(
@@ -195,7 +232,9 @@ class Sampler:
         slots: int | None = None,
         begun: int = 0,
         reserved: float = 0,
+        idle: IdleArrays | None = None,
     ):
+        self._idle, self._moves = idle, False
         self._slots, self._begun, self._reserved = slots, begun, reserved
         self._engine, self._stops, self._sampling, self._typical = engine, stops, sampling, typical
         self._one_program = rounds * sampling.max_tokens >= _MANY_STEPS
@@ -233,11 +272,17 @@ class Sampler:
             typical = [Request(prompt, self._sampling, n=count) for prompt in self._typical[:: len(devices)]]
             if self._free is None:
                 self._free = min(free_bytes(device=device) for device in devices) - self._reserved
-            free = self._share * self._free
             options: dict[str, Any] = {} if self._slots is None else {"slots": -(-self._slots // len(devices))}
-            options["begun"] = -(-self._begun // len(devices))
-            self._plan = self._engine.plan(typical, limit="--max-completion-length", memory=free, **options)
-            _log.info("sampling: %s", self._plan)
+            options |= {"begun": -(-self._begun // len(devices)), "limit": "--max-completion-length"}
+
+            def plan(free: float) -> CachePlan:
+                return self._engine.plan(typical, memory=self._share * free, **options)
+
+            if self._idle is None:
+                self._plan = plan(self._free)
+            else:
+                self._plan, self._moves = plan_beside(plan, self._free, self._idle.bytes, self._idle.pays_moving)
+            _log.info("sampling: %s%s", self._plan, f"; {self._idle} on the host meanwhile" if self._moves else "")
         return self._plan
 
     def __call__(
@@ -260,18 +305,32 @@ class Sampler:
         """
         asked = zip(prompts, indices, images, strict=True)
         requests = [Request(prompt, self._sampling, index, n=count, images=seen) for prompt, index, seen in asked]
-        while not self._fits:
-            plan = self._planned(copies_of((trainable, frozen)), count)
-            try:
-                answers = self._divided((trainable, frozen), requests, count)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error) or self._share * _LESS < _LEAST:
-                    raise
-                self._plan_less(plan, str(error))
-            else:
-                self._fits = True
-                return answers
-        return self._divided((trainable, frozen), requests, count)
+        trees = trainable, frozen
+        return self.in_plan(trees, count, lambda _: self._divided(trees, requests, count))
+
+    def in_plan[T](self, trees: _Trees, count: int, decode: Callable[[CachePlan], T]) -> T:
+        """Return what decoding within the plan of the cache gives, of prompts with so many answers each.
+
+        Idle arrays are on the host meanwhile, if the plan needs their memory. The first plan is made again, with less
+        memory, while programs have too little beside it.
+        """
+        while True:
+            plan = self._planned(copies_of(trees), count)
+            with self._beside_idle():
+                try:
+                    result = decode(plan)
+                except jax.errors.JaxRuntimeError as error:
+                    is_last = self._fits or self._share * _LESS < _LEAST
+                    if is_last or "RESOURCE_EXHAUSTED" not in (message := str(error)):
+                        raise
+                else:
+                    self._fits = True
+                    return result
+            self._plan_less(plan, message)
+
+    def _beside_idle(self) -> AbstractContextManager[None]:
+        """Return a context in which the plan's memory is free, once nothing in it holds any more."""
+        return self._idle.moved() if self._idle is not None and self._moves else nullcontext()
 
     def _plan_less(self, plan: CachePlan, message: str) -> None:
         """Let the next plan of the cache take less, as its programs asked for more than was left beside this one."""
@@ -296,8 +355,9 @@ class Sampler:
             with one_device_each() if len(copies) > 1 else nullcontext():
                 decode_turns(self._engine, trees, source, plan, self._sampling, self._stops, whole=self._one_program)
 
-        if len(copies) == 1:
-            decode(copies[0], sources(1)[0])
-            return
-        with ThreadPoolExecutor(len(copies), "sampling") as pool:
-            list(pool.map(decode, copies, sources(len(copies))))
+        with self._beside_idle():
+            if len(copies) == 1:
+                decode(copies[0], sources(1)[0])
+                return
+            with ThreadPoolExecutor(len(copies), "sampling") as pool:
+                list(pool.map(decode, copies, sources(len(copies))))

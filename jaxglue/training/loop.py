@@ -134,6 +134,18 @@ class Training:
         """Tell whether the last step was a spike, after which the weights may be ruined."""
         return self.spikes is not None and self.spikes.in_a_row > 0
 
+    @contextmanager
+    def policy_in_use(self) -> Iterator[None]:
+        """Let the policy, if there is one, write answers by the present state, whose moments it may move."""
+        if self.policy is None:
+            yield
+            return
+        self.policy.state = self.state
+        try:
+            yield
+        finally:
+            self.state = self.policy.state
+
     def answer_samples(self, when: str) -> None:
         """Answer the sample prompts with the present weights."""
         state = self.state
@@ -308,11 +320,9 @@ def _loop(training: Training, loggers: Loggers, progress: TrainingProgress, firs
 
 def _dispatch(training: Training, progress: TrainingProgress) -> StepResult:
     """Take a step on the next rows; of a spike, leave out the update, and perhaps return to the last checkpoint."""
-    parts, state = training.parts, training.state
-    with training.recorder.meter.waiting():
-        if training.policy:
-            training.policy.state = state
+    with training.recorder.meter.waiting(), training.policy_in_use():
         batch = next(training.run.batches)
+    parts, state = training.parts, training.state
     training.last_batch = batch.micro_batches[-1]
     if note := check_fp8(parts, state, training.last_batch):
         training.context.console.print(note)
@@ -350,9 +360,8 @@ def _skip(training: Training, result: StepResult, progress: TrainingProgress) ->
 def _evaluate(training: Training, loggers: Loggers, progress: TrainingProgress) -> float | None:
     """Log an evaluation of the model; return its held-out loss, None without held-out data."""
     state = training.state
-    if training.policy:
-        training.policy.state = state
-    values = training.evaluation.read(state.step, state.trainable, state.frozen, training.last_batch)
+    with training.policy_in_use():
+        values = training.evaluation.read(state.step, state.trainable, state.frozen, training.last_batch)
     loggers.log(state.step, values)
     eval_loss = values.get("eval_loss")
     if lines := list(evaluation_lines(values)):

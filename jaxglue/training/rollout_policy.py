@@ -33,6 +33,7 @@ from jaxglue.rl.prompts import PromptImage, read_images
 from jaxglue.rl.sampler import Sample, Sampler
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.features import ImageFeatures
+from jaxglue.training.idle_moments import idle_moments
 from jaxglue.training.run import Run, Setup, TeacherPlan
 from jaxglue.training.step import StepParts, TrainState
 from jaxglue.vision.rows import Image, PromptImages, RowImages
@@ -111,7 +112,7 @@ class TrainedPolicy:
         assert run.rollouts is not None and isinstance(run.objective, RolloutObjective)
         plan = run.rollouts.plan
         self.state = state
-        """The present weights; who advances them sets it."""
+        """The present state; who advances it sets it, and takes it again after answers, as moments may have moved."""
         self._parts, self._tokenizer = parts, run.tokenizer
         self._processor = next((reader.rules.processor for reader in run.data.readers), None)
         trees, self._head = (state.trainable, state.frozen), None
@@ -136,6 +137,8 @@ class TrainedPolicy:
         """Device that samples in place of the one that trains, with the frozen weights."""
         reserved = self._share_devices(plan.config.staleness) if plan.config.staleness else 0
         rounds = run.schedule.total_steps // plan.window
+        self.idle = idle_moments(run, self)
+        """Moments that leave the device while answers are sampled, where that pays."""
         self._sample = Sampler(
             self._engine,
             run.stops,
@@ -145,6 +148,7 @@ class TrainedPolicy:
             slots=plan.config.max_num_seqs,
             begun=plan.config.begun_episodes,
             reserved=reserved,
+            idle=self.idle,
         )
         # Without new adapters the reference has arrays of its own, as training donates its.
         copied = run.objective.uses_reference and not parts.executor.has_reference

@@ -1,11 +1,11 @@
 """What the answers of a step take on a GPU, predicted, and whether sampling them with training's bits costs little."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Self
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from jaxglue.engine.residency import DEVICE
 from jaxglue.generation.exact import obstacle
@@ -19,8 +19,9 @@ from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.gpus import RECORDED, Gpu, lookup_gpu
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.rates import device_gpu
-from jaxglue.planner.sampling import DecodeCost
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.sampling import AnswerTimes, DecodeCost
+from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.rl.sampler import plan_beside
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import why_prompts_are_copied
 from jaxglue.training.config import TrainConfig
@@ -33,21 +34,26 @@ PROMPT = 256
 _TAKES = "--exact-sampling on takes it"
 
 
+def answer_times(workload: Workload, gpu: Gpu, prompt: int, answers: int, each: int, longest: int) -> AnswerTimes:
+    """Return what answers of all lengths up to the longest take on a GPU, `each` of them to a prompt."""
+    tokens, states = (of(workload.config, workload.dtype) for of in (token_bytes, state_bytes))
+    lengths = np.random.default_rng(0).integers(1, longest + 1, answers)
+    return AnswerTimes(gpu=gpu, cost=DecodeCost.of(workload, tokens, states), prompt=prompt, lengths=lengths, each=each)
+
+
+def may_move(gpu: Gpu, mesh: MeshShape) -> bool:
+    """Return whether arrays on the host free a GPU's memory, and each GPU samples by all weights."""
+    return not gpu.unified and mesh.devices == mesh.data
+
+
 @dataclass(frozen=True, kw_only=True)
-class PredictedAnswers:
+class PredictedAnswers(AnswerTimes):
     """The answers of a step, of all lengths up to the longest, on a GPU beside the model's weights."""
 
-    gpu: Gpu
     workload: Workload
-    cost: DecodeCost
     cache: CachePlan
     free: float
     """Bytes of memory beside the weights."""
-    prompt: int
-    """Tokens of a prompt."""
-    lengths: Int[np.ndarray, " answers"]
-    each: int
-    """Answers to a prompt."""
     steps: int
     """Optimizer steps in which the answers are trained on, each time all of them."""
     needs_old: bool
@@ -70,29 +76,27 @@ class PredictedAnswers:
         assert isinstance(objective, RolloutObjective)
         answers, longest = rollouts.generation_batch_size, rollouts.max_completion_length
         each = rollouts.answers_to_each(objective.generations, compared=objective.compares)
-        free = gpu.memory - resident_bytes(workload).total(weights)
-        cache = plan_cache(
-            [(prompt, prompt + longest)] * answers,
-            workload.config,
-            workload.dtype,
-            batch_size=rollouts.max_num_seqs,
-            free=free,
-            siblings=each,
-            limit="--max-completion-length",
+        resident, times = resident_bytes(workload), answer_times(workload, gpu, prompt, answers, each, longest)
+        free, moments = gpu.memory - resident.total(weights), 0.0 if rollouts.staleness else resident.moments
+        cache, moves = plan_beside(
+            lambda free: plan_cache(
+                [(prompt, prompt + longest)] * answers,
+                workload.config,
+                workload.dtype,
+                batch_size=rollouts.max_num_seqs,
+                free=free,
+                siblings=each,
+                limit="--max-completion-length",
+            ),
+            free,
+            moments if may_move(gpu, workload.mesh) else 0.0,
+            partial(times.pays_moving, moments, 2 * len(jax.tree.leaves(abstract_parts(workload)[1]))),
         )
         return cls(
-            gpu=gpu,
+            **{field.name: getattr(times, field.name) for field in fields(times)},
             workload=workload,
-            cost=DecodeCost.of(
-                workload,
-                token_bytes(workload.config, workload.dtype),
-                state_bytes(workload.config, workload.dtype),
-            ),
             cache=cache,
-            free=free,
-            prompt=prompt,
-            lengths=np.random.default_rng(0).integers(1, longest + 1, answers),
-            each=each,
+            free=free + moves * moments,
             steps=rollouts.num_iterations,
             needs_old=objective.needs_old(rollouts.steps_per_generation * rollouts.num_iterations),
         )
@@ -100,7 +104,7 @@ class PredictedAnswers:
     @property
     def seconds(self) -> float:
         """Return the seconds of sampling that is near."""
-        return self.cost.seconds(self.gpu, self.lengths, self.prompt, self.each, self.cache.slots)
+        return self.seconds_with(self.cache.slots)
 
     @property
     def exact_price(self) -> "ExactPrice | None":

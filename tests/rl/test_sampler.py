@@ -1,5 +1,6 @@
 """Random numbers of answers depend on the prompt's place in the run, and the plan of memory on no step."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
@@ -94,3 +95,78 @@ def test_plans_end_where_they_are_small_or_the_error_is_another(message, monkeyp
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         sampler({}, {}, [[1]], [None], [0], 2)
     assert len(engine.plans) == (4 if "EXHAUSTED" in message else 1)
+
+
+class Idle:
+    """Arrays of 40 bytes, which pay from so many further slots; notes when they leave and come back."""
+
+    bytes = 40.0
+
+    def __init__(self, least, notes):
+        self.least, self.notes = least, notes
+
+    def __str__(self):
+        return "moments"
+
+    def pays_moving(self, slots, more):
+        return more - slots >= self.least
+
+    @contextmanager
+    def moved(self):
+        self.notes.append("out")
+        yield
+        self.notes.append("back")
+
+
+class RoomyEngine(Engine):
+    """Holds as many answers at a time as ten bytes each allow."""
+
+    def __init__(self, notes, most=99):
+        super().__init__()
+        self.notes, self.most = notes, most
+
+    def plan(self, requests, *, limit, memory=None, begun=0):
+        super().plan(requests, limit=limit, memory=memory)
+        if memory < 10:
+            raise ValueError("too little")
+        return SimpleNamespace(slots=min(int(memory / 10), self.most))
+
+    def generate(self, trainable, frozen, requests, stops, *, plan, whole):
+        self.notes.append(plan.slots)
+        yield from super().generate(trainable, frozen, requests, stops, plan="plan", whole=whole)
+
+
+@pytest.mark.parametrize(
+    ("free", "least", "most", "notes"),
+    [
+        (60.0, 4, 99, ["out", 10, "back"]),
+        (60.0, 5, 99, [6]),  # which would take longer
+        (60.0, 0, 6, [6]),  # nothing is gained
+        (0.0, 9, 99, ["out", 4, "back"]),  # or not one fits
+    ],
+)
+def test_idle_arrays_leave_the_device_where_answers_gain_by_it(monkeypatch, caplog, free, least, most, notes):
+    found = []
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "free_bytes", lambda *, device: free)
+    engine, idle = RoomyEngine(found, most), Idle(least, found)
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7], idle=idle)
+    for step in range(2):
+        sampler({}, {}, [[1]], [None], [step], 2)
+    assert found == notes * 2
+    assert len(caplog.records) == 1 and ("; moments on the host meanwhile" in caplog.text) == ("out" in notes)
+
+
+def test_idle_arrays_come_back_before_another_plan_and_stay_away_after_an_error(monkeypatch):
+    """Memory is full where programs failed: what they hold is let go before."""
+    found = []
+    monkeypatch.setattr(module, "free_bytes", lambda *, device: 60.0)
+    engine, idle = RoomyEngine(found), Idle(1, found)
+    exhausted(engine, monkeypatch, 1)
+    sampler = Sampler(engine, [0], SamplingConfig(max_tokens=9), rounds=3, typical=[[1] * 7], idle=idle)
+    sampler({}, {}, [[1]], [None], [0], 2)
+    assert found == ["out", 10, "back", "out", 7, "back"]
+    exhausted(engine, monkeypatch, 1)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        sampler({}, {}, [[1]], [None], [1], 2)
+    assert found[6:] == ["out", 7]

@@ -5,6 +5,7 @@ import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,15 +19,18 @@ from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.scoring import RewardScorer
 from jaxglue.hf.adapter import TENSORS
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.planner import plan
-from jaxglue.rl import loop, teachers
+from jaxglue.rl import loop, sampler, teachers
 from jaxglue.rl.journal import EpisodeFile
 from jaxglue.rl.rewards import Judge
 from jaxglue.rl.sampler import Sampler
 from jaxglue.rl.teachers import ServedTeacher
+from jaxglue.training import idle_moments, rollout_policy
 from jaxglue.training import loop as training
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.fingerprint import check_fingerprint, fingerprint
+from jaxglue.training.idle_moments import IdleMoments
 from jaxglue.training.record import read_metrics
 from jaxglue.training.rollout_policy import TrainedPolicy
 from jaxglue.training.setup import resolve
@@ -232,6 +236,101 @@ def test_a_stopped_run_goes_on_to_the_bit(make_run, tmp_path, monkeypatch, caplo
         assert rollouts(config) == rollouts(whole), phase
         assert not list((config.run.output / "rollouts").glob("*.npz"))[1:]  # those of finished steps are deleted
     assert "has changed" not in caplog.text
+
+
+class Roomy:
+    """Answers whose sampling gains by any further slot, and moves nothing without one."""
+
+    def pays_moving(self, size, arrays, slots, more):
+        return more > slots
+
+
+class Moves(list[bool]):
+    """Whether moments are on the host in each sampling, and those that the last step returned."""
+
+    after = ()
+
+
+@pytest.fixture
+def tell_moves(monkeypatch):
+    """tell_moves(free, size) → moves of moments that are taken to have this size, with so many bytes beside them."""
+    divided = Sampler._divided
+
+    def make(free: float, size: float):
+        found = Moves()
+
+        def idle(run, policy):
+            moments = IdleMoments(policy, Roomy())
+            moments.bytes = size
+
+            def seen(*arguments):
+                found.append(on_host(policy.state))
+                return divided(*arguments)
+
+            monkeypatch.setattr(Sampler, "_divided", seen)
+            return moments
+
+        def on_host(state):
+            kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer)}
+            moved = kinds == {"pinned_host"}
+            assert moved or kinds == {"device"}
+            assert all(leaf.is_deleted() == moved for leaf in found.after)  # whoever holds them
+            return moved
+
+        monkeypatch.setattr(rollout_policy, "idle_moments", idle)
+        monkeypatch.setattr(sampler, "free_bytes", lambda *, device: free)
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("settings", [{}, repeat(PAIRS)])
+def test_moments_on_the_host_while_answers_are_sampled_change_no_bit(
+    make_run, tmp_path, monkeypatch, tell_moves, write_jsonl, settings
+):
+    held_out = write_jsonl([{"question": "What is 7 plus 1?", "wanted": "8"}], "held.jsonl")
+    settings = {"steps": 3, "save_every": 1, "learning_rate": 3e-2, **settings}
+    settings |= {"eval_data": (held_out,), "eval_every": 2}
+    whole, moved = (make_run(**settings, output=tmp_path / name) for name in ("whole", "moved"))
+    train(whole)
+    found, step = tell_moves(2e5, 1e9), training.train_step
+
+    def noted(parts, state, *rest):
+        before = jax.tree.leaves(state.optimizer)
+        assert {leaf.sharding.memory_kind for leaf in before} == {"device"} and all(leaf.committed for leaf in before)
+        state, result = step(parts, state, *rest)
+        found.after = jax.tree.leaves(state.optimizer)
+        return state, result
+
+    monkeypatch.setattr(training, "train_step", noted)
+    with monkeypatch.context() as patch:
+        stop_at(patch, "scoring", 2)
+        with pytest.raises(KilledError):
+            train(moved)
+    train(replace(moved, run=replace(moved.run, resume=True)))
+    assert adapter(moved) == adapter(whole) and rollouts(moved) == rollouts(whole)
+    assert len(found) > 3 and all(found)
+
+
+def test_moments_stay_where_rates_are_unknown_training_goes_on_or_the_host_has_too_little(make_run, monkeypatch):
+    class Policy:
+        state = SimpleNamespace(optimizer={"mu": jax.numpy.zeros((4, 8)), "nu": jax.numpy.zeros(3)})
+
+    policy = Policy()
+
+    def found(**settings):
+        run = resolve(make_run(**settings))
+        run.rollouts.close()
+        return idle_moments.idle_moments(run, policy)
+
+    assert found() is None  # a CPU
+    monkeypatch.setattr(idle_moments, "lookup_gpu", lambda name: find_gpu("H200"))
+    monkeypatch.setattr(idle_moments, "device_gpu", lambda device: find_gpu("H200"))
+    moments = found()
+    assert moments.bytes == 4 * (4 * 8 + 3) and not moments.pays_moving(8, 8)
+    assert found(staleness=1) is None
+    monkeypatch.setattr(idle_moments, "available_memory", lambda: 300)
+    assert found() is None
 
 
 def test_older_weights_differ_from_the_present_ones_as_training_tells(make_run, tmp_path):

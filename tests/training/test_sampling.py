@@ -1,6 +1,7 @@
 """Exact sampling is refused at the start where it cannot be kept, and `auto` takes it where it costs little."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -12,6 +13,7 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import calibration
 from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload
 from jaxglue.training.report import plan_rows
 from jaxglue.training.sampling import PredictedAnswers, weigh_exact
@@ -75,10 +77,10 @@ def test_auto_is_off_where_no_price_was_measured_and_the_plan_says_so(make_exact
 
 
 @pytest.fixture
-def weigh(make_exact):
-    """weigh(gpu, shape, **settings) → whether auto is on, and why."""
+def predict(make_exact):
+    """predict(gpu, shape, gib, **settings) → the answers of a step."""
 
-    def make(gpu="H200", shape=QWEN3_8B, **settings):
+    def make(gpu="H200", shape=QWEN3_8B, gib=None, **settings):
         sizes = {"generation_batch_size": 512, "num_generations": 8, "max_completion_length": 1024, "seq_len": 16384}
         config = make_exact(exact_sampling="auto", **sizes | settings)
         workload = Workload(
@@ -89,9 +91,19 @@ def weigh(make_exact):
             dtype=jnp.dtype(jnp.bfloat16),
             objective=ObjectiveConfig(objective="grpo").make(),
         )
-        found = find_gpu(gpu)
-        answers = PredictedAnswers.of(config, workload, found, (DEVICE,) * workload.config.num_hidden_layers)
-        with tracing_for(found.capability):
+        weights = (DEVICE,) * workload.config.num_hidden_layers
+        return config, PredictedAnswers.of(config, workload, find_gpu(gpu).limited(gib), weights)
+
+    return make
+
+
+@pytest.fixture
+def weigh(predict):
+    """weigh(gpu, shape, **settings) → whether auto is on, and why."""
+
+    def make(*given, **settings):
+        config, answers = predict(*given, **settings)
+        with tracing_for(answers.gpu.capability):
             return weigh_exact(config, answers)
 
     return make
@@ -133,3 +145,23 @@ def test_auto_is_off_where_it_would_be_refused(weigh, monkeypatch):
     monkeypatch.setattr(calibration, "EXACT", measured(0))
     assert weigh(temperature=0.7)[1].startswith("off, it cannot be kept: --temperature")
     assert weigh("A100", shape=QWEN3_8B)[1].startswith("off, it cannot be kept: ")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "settings", "moves"),
+    [
+        ("H200", 70, {}, True),
+        ("H200", 70, {"staleness": 1}, False),  # training needs them meanwhile
+        ("H200", 120, {}, False),  # all answers find a slot
+        ("GB10", 70, {}, False),  # the host's memory is the GPU's
+        ("H200", 70, {"generation_batch_size": 8}, False),
+    ],
+)
+def test_moments_leave_their_memory_to_answers_where_that_takes_less_time(predict, gpu, gib, settings, moves):
+    _, answers = predict(gpu, QWEN3_8B | MIXTURE | {"num_experts": 64}, gib=gib, **settings)
+    resident = resident_bytes(answers.workload)
+    beside = answers.gpu.memory - resident.total()
+    assert answers.free == beside + moves * resident.moments
+    slow = replace(answers.gpu, link=1e6)
+    assert not replace(answers, gpu=slow).pays_moving(resident.moments, 100, 100, 200)
+    assert answers.pays_moving(1e6, 100, 1, 2) and not answers.pays_moving(0, 0, 2, 2)
