@@ -8,8 +8,8 @@ matmul runs a tile late, and r is a limit of registers. A set of tiles compiles 
 with those of the table's tiles, which tests compare with float32, and its kernels are timed one by one in a profile.
 
 With --images the heads are a vision tower's, of 72, whose patches see all of their image: in one tile of 128 columns,
-in two parts, and by cuDNN. Times are those of all kernels of a pass; a rate is that of 4·N²·72 FLOPs for each image of
-N patches and head forward, and 2.5 times that backward.
+and in two parts. Times are those of all kernels of a pass; a rate is that of 4·N²·72 FLOPs for each image of N patches
+and head forward, and 2.5 times that backward.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,9 @@ from attention import Heads, random_inputs, visible_pairs
 from measure import log_normal_lengths, table, write_results
 from traces import kernel_milliseconds
 
+from jaxglue.ops.attention import tiles as attention_tiles
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles, kernel_tiles
 from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
-from jaxglue.ops.backend import UNTRIED
 from jaxglue.ops.segments import BatchKind, PackedSegments, both_ways, pack_segments, segment_bucket
 
 HEADS = Heads(N=16, K=8, H=256)
@@ -47,14 +48,12 @@ SETS = [
 TOWER = Heads(N=16, K=16, H=72)
 IMAGE_SETS = [
     ("64/32/4/4", "64/32/4/4", "32/64/4/3"),
-    ("128/64/8/2/r128", "64/64/4/3", "64/64/4/3"),
     ("64/128/4/2", "128/64/8/3", "64/128/8/2"),
     ("128/128/8/2", "64/128/4/2", "64/128/8/3/k"),
     ("64/64/4/2/late", "64/64/4/2/late", "64/64/4/3/k"),
 ]
 """Tiles of the kernels of the forward pass, dq, and of dk and dv, beside the table's."""
 IMAGE_COLUMNS = "forward ms", "both ms", "dq ms", "dkdv ms", "TFLOP/s forward", "TFLOP/s both", "difference"
-IN_TWO_PARTS = "heads in two parts"
 
 
 def parse_tiles(text: str) -> AttentionTiles:
@@ -162,29 +161,20 @@ def image_segments(lengths: list[int], slots: int) -> PackedSegments:
     return both_ways(jax.device_put(packed), None)
 
 
-def image_steps(arguments: tuple, images: dict[str, list[int]]) -> Iterator[tuple[str, str, Any, PackedSegments]]:
-    """Yield (images, kernels, compiled passes, segments); Triton's read no slots, so their passes are all rows'."""
-    from jaxglue.ops.attention.cudnn import CudnnAttention
-
-    most = segment_bucket(max(map(len, images.values())))
-    rows = {name: image_segments(lengths, most) for name, lengths in images.items()}
-    fewest = {name: image_segments(lengths, segment_bucket(len(lengths))) for name, lengths in images.items()}
-    example = (*arguments, next(iter(rows.values())))
-    UNTRIED.add(IN_TWO_PARTS)  # which are then not taken
-    whole = kernel_tiles((9, 0), TOWER.H)
-    steps = {f"in one part, {all_tiles(whole)}": compiled(triton(whole), example)}
-    UNTRIED.discard(IN_TWO_PARTS)
+def image_steps(arguments: tuple) -> dict[str, Any]:
+    """Return compiled passes by kernels, those of heads in one part first."""
+    with patch.object(attention_tiles, "TOWER_HEADS", None):
+        whole = kernel_tiles((9, 0), TOWER.H)
+        steps = {f"in one part, {all_tiles(whole)}": compiled(triton(whole), arguments)}
     others = (map(parse_tiles, texts) for texts in IMAGE_SETS)
-    tiles = [kernel_tiles((9, 0), TOWER.H), *(AttentionKernelTiles(forward=f, dq=q, dkdv=k) for f, q, k in others)]
-    bidirectional = CudnnAttention(bidirectional=True)
+    tiles = [
+        kernel_tiles((9, 0), TOWER.H),
+        kernel_tiles((9, 0), TOWER.H, long=True),
+        *(AttentionKernelTiles(forward=f, dq=q, dkdv=k) for f, q, k in others),
+    ]
     with ThreadPoolExecutor() as pool:
-        parted = pool.map(lambda each: compiled(triton(each), example), tiles)
-        cudnn = pool.map(lambda each: compiled(bidirectional, (*arguments, each)), fewest.values())
-        steps |= {f"in two, {all_tiles(each)}": step for each, step in zip(tiles, parted, strict=True)}
-        by_cudnn = dict(zip(fewest, cudnn, strict=True))
-    for name, segments in rows.items():
-        yield from ((name, kernels, step, segments) for kernels, step in steps.items())
-        yield name, "cuDNN", by_cudnn[name], fewest[name]
+        parted = pool.map(lambda each: compiled(triton(each), arguments), tiles)
+        return steps | {f"in two, {all_tiles(each)}": step for each, step in zip(tiles, parted, strict=True)}
 
 
 def image_rows(heads: Heads, tokens: int) -> Iterator[dict]:
@@ -193,7 +183,10 @@ def image_rows(heads: Heads, tokens: int) -> Iterator[dict]:
     images = {f"{tokens // n} of {n}": [n] * (tokens // n) for n in (64, 256, 1024, 4096) if n <= tokens}
     images["uneven"] = log_normal_lengths(tokens, max(2, tokens // 680))
     first: dict[str, Any] = {}
-    for name, kernels, step, segments in image_steps((q, k, v, dout), images):
+    most = segment_bucket(max(map(len, images.values())))
+    rows = {name: image_segments(lengths, most) for name, lengths in images.items()}
+    steps = image_steps((q, k, v, dout, rows["uneven"]))
+    for (name, segments), (kernels, step) in itertools.product(rows.items(), steps.items()):
         row = {"images": name, "kernels": kernels}
         if isinstance(step, str):
             yield row | dict.fromkeys(IMAGE_COLUMNS, step)
@@ -202,7 +195,7 @@ def image_rows(heads: Heads, tokens: int) -> Iterator[dict]:
         off = f"{difference(step(q, k, v, dout, segments), expected):.1e}"
         found = times(step, (q, k, v, dout, segments))
         work = 4 * sum(n * n for n in images[name]) * heads.N * heads.H / 1e9
-        forward = sum(ms for kernel, ms in found.items() if kernel.startswith("forward_") or "fprop" in kernel)
+        forward = sum(ms for kernel, ms in found.items() if kernel.startswith("forward_"))
         spent = {
             "forward": round(forward, 4),
             "both": round(sum(found.values()), 4),

@@ -14,17 +14,7 @@ _LAYOUT = "BTNH"
 
 @dataclass(frozen=True)
 class CudnnAttention:
-    """`AttentionBackend` by cuDNN ≥ 9 on Hopper and newer; lse is [B·S, N, T], T tokens for each segment slot.
-
-    It reads the segments' bounds alone.
-    """
-
-    bidirectional: bool = False
-    """Tokens see their whole segment."""
-
-    @property
-    def _mask(self) -> fused.MaskType:
-        return fused.MaskType.PADDING if self.bidirectional else fused.MaskType.PADDING_CAUSAL
+    """`AttentionBackend` by cuDNN ≥ 9 on Hopper and newer; lse is [B·S, N, T], T tokens for each segment slot."""
 
     def forward(self, q, k, v, sinks, segments, *, window, softcap=None):
         """Return (out, lse)."""
@@ -32,7 +22,7 @@ class CudnnAttention:
         lengths, offsets = _ragged(segments)
         out, lse = fused.dot_product_attention(
             q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
-            scale=q.shape[3] ** -0.5, mask_type=self._mask, sliding_window_length=window,
+            scale=q.shape[3] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL, sliding_window_length=window,
             qkv_layout=_LAYOUT, return_residual=True,
         )  # fmt: skip
         if sinks is not None:
@@ -46,8 +36,8 @@ class CudnnAttention:
         offsets = unused if offsets is None else offsets
         residuals = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out)
         dq, dk, dv, *_ = fused._dot_product_attention_bwd_rule(
-            q.shape[3] ** -0.5, 42, 0.0, (False, False), self._mask, fused.AttentionLayout.BTNH.value, window,
-            fused.check_cudnn_version(), False, residuals, dout,
+            q.shape[3] ** -0.5, 42, 0.0, (False, False), fused.MaskType.PADDING_CAUSAL,
+            fused.AttentionLayout.BTNH.value, window, fused.check_cudnn_version(), False, residuals, dout,
         )  # fmt: skip
         dq, dk, dv = (_without_padding(x, segments) for x in (dq, dk, dv))
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, out, dout, segments)

@@ -47,6 +47,8 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
     return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv, dv=dv[0] if dv else None)
 
 
+TOWER_HEADS = 72
+"""Head dim in two parts that a GPU has run; others wait in `UNTRIED`."""
 Table = dict[int, AttentionKernelTiles]
 """Tiles by most columns of a head (`tile_columns`).
 
@@ -135,7 +137,8 @@ def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
         return whole, power_of_two(head_dim - whole) if whole < head_dim else 0
     first = whole // 2
     rest = power_of_two(value_dim - first)
-    parted = whole <= 128 and first + rest < whole and "heads in two parts" not in backend.UNTRIED
+    tried = head_dim == TOWER_HEADS or "heads in two parts" not in backend.UNTRIED
+    parted = whole <= 128 and first + rest < whole and tried
     return (first, rest) if parted else (whole, 0)
 
 

@@ -85,7 +85,7 @@ def test_kernels_equal_a_dense_mask(interpreted_backend, sizes, window, late, he
 
 
 ROWS = {
-    "uneven images": ((900, 1, 64, 1300, 256, 300), (7, 2600)),
+    "uneven images": ((900, 1, 64, 1200, 223, 300), (7, 2600)),
     "an image to its end": ((64, 2624),),
     "one image and padding": ((1000,), (2500,)),
 }
@@ -93,7 +93,7 @@ ROWS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cudnn", "hopper", "triton"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("name", ROWS)
 def test_towers_match_the_reference_on_a_gpu(name, head_dim, backend):

@@ -29,7 +29,7 @@ def test_heads_are_in_two_parts_where_these_have_fewer_columns(sizes, columns):
 
 
 def test_heads_are_in_one_part_until_a_gpu_has_run_two(monkeypatch):
-    two = kernel_tiles((9, 0), 72)
+    two = kernel_tiles((9, 0), 80)
     monkeypatch.setattr(backend, "UNTRIED", {"heads in two parts"})
-    assert tile_columns(72, 72) == (128, 0) and tile_columns(192, 128) == (128, 64)
-    assert kernel_tiles((9, 0), 72) == kernel_tiles((9, 0), 128) != two
+    assert tile_columns(80, 80) == (128, 0) and tile_columns(192, 128) == (128, 64)
+    assert kernel_tiles((9, 0), 80) == kernel_tiles((9, 0), 128) != two == kernel_tiles((9, 0), 72)
