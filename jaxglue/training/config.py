@@ -288,8 +288,8 @@ class RunConfig(Config):
     """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
     takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
     rows that are too long or too few (see docs/sharding.md)."""
-    epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
-    """Passes over the data, unless steps is given."""
+    epochs: Annotated[float, Range(gt=0, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1.0
+    """Passes over the data, unless steps is given; a part of one, such as 0.5, takes that share of its steps."""
     steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10

@@ -41,6 +41,7 @@ from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
 NO_FLAGS: Mapping[str, Any] = {}
+NO_LINES: Mapping[str, int] = {}
 _PREFERENCE = {"beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "desirable_weight", "rpo_alpha"}
 """Settings by which a recipe of TRL's without an objective is known to be one of preferences."""
 _UNKNOWN = "unknown, and by the name no part of what is computed: --strict refuses such settings"
@@ -49,7 +50,13 @@ _EVENTS = ("eval_steps", "save_steps", "logging_steps")
 
 
 def translate(
-    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any] = NO_FLAGS, *, strict: bool = False
+    recipe: Mapping[str, Any],
+    cls: type,
+    where: str,
+    flags: Mapping[str, Any] = NO_FLAGS,
+    *,
+    strict: bool = False,
+    lines: Mapping[str, int] = NO_LINES,
 ) -> Nested:
     """Return the values of another program's recipe by our groups and fields, those of groups one level down.
 
@@ -63,13 +70,17 @@ def translate(
         where: the beginning of errors.
         flags: given beside the recipe, by field; kinds among them win over the recipe's, and decide defaults.
         strict: refuse unknown settings, too, that by their names change nothing that is computed.
+        lines: those of the settings in the file, which errors name.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
-    given = _flat(recipe, where)
-    values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else ())
+    try:
+        given = _flat(recipe, where)
+        values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else (), lines)
+    except ValueError as error:
+        raise ValueError(where + _on_line(str(error).removeprefix(where), lines)) from None
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
     loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
@@ -79,7 +90,7 @@ def translate(
             "--objective dpo (or kto, orpo, reward, …)"
         )
     if wrong:
-        raise ValueError(where + "; ".join(wrong))
+        raise ValueError(where + "; ".join(_on_line(text, lines) for text in wrong))
     use_trackers(recipe, values)
     notes = [
         use_documents(given, values, program),
@@ -112,7 +123,12 @@ def _flat(recipe: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _read(
-    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any], harmless: tuple[str, ...]
+    recipe: Mapping[str, Any],
+    cls: type,
+    where: str,
+    flags: Mapping[str, Any],
+    harmless: tuple[str, ...],
+    lines: Mapping[str, int],
 ) -> tuple[Nested, dict[str, list[str]], list[str]]:
     """Return the translated values, the settings left out by reason, and a text for each that is wrong.
 
@@ -137,7 +153,7 @@ def _read(
                 _merge(values, CONVERTERS[key](value))
             elif key not in places and (refusal := refusal_of(chosen, key, kinds)):
                 if not _is_default(chosen, key, value):
-                    wrong.append(refusal)
+                    wrong.append(f"{key}: {refusal}")
             elif key in places:
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
@@ -149,18 +165,29 @@ def _read(
             elif value is False or value is None or value in ("", [], {}):
                 left_out.setdefault("off", []).append(key)
             elif key in REFUSED:
-                unknown.append(f"{key} ({REFUSED[key]})")
+                wrong.append(f"{key}: no counterpart here: {REFUSED[key]}")
             elif key.startswith(harmless):
                 left_out.setdefault(_UNKNOWN, []).append(key)
             else:
-                unknown.append(f"{key}{nearest(key, places)}")
+                unknown.append(key)
         except ValueError as error:
             wrong.append(f"{key}: {error}")
         except (TypeError, AttributeError):
             wrong.append(f"{key}: a value of another type is expected, got {value!r:.100}")
     if unknown:
-        wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+        named = ", ".join(f"{key}{_place(key, lines)}{nearest(key, places)}" for key in unknown)
+        wrong.append(f"settings that jaxglue does not know: {named}. Remove them to go on")
     return values, left_out, wrong
+
+
+def _on_line(text: str, lines: Mapping[str, int]) -> str:
+    """Return an error that begins with a setting's name behind the line on which the file has it."""
+    line = lines.get(text.partition(":")[0])
+    return text if line is None else f"line {line}: {text}"
+
+
+def _place(key: str, lines: Mapping[str, int]) -> str:
+    return f" (line {lines[key]})" if key in lines else ""
 
 
 def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:

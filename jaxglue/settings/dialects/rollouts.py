@@ -56,7 +56,10 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
             values["importance_sampling_mode"] = "none"
         for name, neutral in _SAMPLED.items():
             if values.pop(name, neutral[0]) not in neutral:
-                raise ValueError(f"{name}: training computes no log-probabilities of truncated distributions")
+                raise ValueError(
+                    f"{name}: answers are sampled from the whole distribution, whose log-probabilities are trained: "
+                    f"leave it out, or write {neutral[0]}"
+                )
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     return values
@@ -71,13 +74,9 @@ def _objective(values: Nested) -> Nested:
         return {"objective": named}
     if loss not in (None, *_LOSSES):
         raise ValueError(f"loss_type: expected {' | '.join(_LOSSES)}, got {loss!r:.100}")
-    if level == "token" or (level == "sequence" and loss == "luspo"):
-        return {"objective": loss or _LOSS}
-    if level != "sequence" or loss != "grpo":
-        raise ValueError(
-            f"importance_sampling_level: expected token, or sequence with loss_type grpo or luspo, got {level!r:.100}"
-        )
-    return {"objective": "gspo"}
+    if level == "sequence" and loss == "grpo":
+        return {"objective": "gspo"}
+    return {"objective": loss or _LOSS, **({} if level == "token" else {"importance_sampling_level": level})}
 
 
 def _sizes(values: Nested) -> Nested:

@@ -20,7 +20,8 @@ _RENAMED = {
     **{"adapters": "adapter", "target_regex": "target_modules", "lorap_lr_ratio": "loraplus_lr_ratio"},
     **{"split_dataset_ratio": "eval_fraction", "early_stop_interval": "early_stopping", "attn_impl": "flash_attn"},
     **{"swanlab_exp_name": "swanlab_name", "dynamic_sample": "dynamic_sampling"},
-    "overlong_filter": "mask_truncated_completions",
+    **{"overlong_filter": "mask_truncated_completions", "max_epochs": "num_train_epochs"},
+    **{"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
 }
 _ROOM = (
     *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
