@@ -23,6 +23,7 @@ from jaxglue.settings.dialects.dataset_info import described_sources
 from jaxglue.settings.dialects.defaults import AXOLOTL, SWIFT, TORCHTUNE, TRL, program_of
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
+    use_balance,
     use_chats,
     use_constant_rate,
     use_documents,
@@ -31,6 +32,7 @@ from jaxglue.settings.dialects.meaning import (
     use_room,
     use_tower,
     use_trackers,
+    use_whole_embedding,
     use_wider_moments,
 )
 from jaxglue.settings.dialects.rollouts import with_rollouts
@@ -98,6 +100,8 @@ def translate(
         use_pieces(recipe, values, program),
         use_room(given, values) if program is not None else None,
         use_tower(recipe, values, program),
+        use_whole_embedding(values, program),
+        use_balance(recipe),
         use_wider_moments(recipe),
         use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"
@@ -105,13 +109,13 @@ def translate(
         else None,
         use_no_dropout(recipe, values, program),
     ]
-    lines = [*filter(None, notes), *_left_out(left_out)]
+    told = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
-        lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
+        told.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
     if program is not None and (filled := list(program.fill(values, chosen_groups(cls, names_in(cls, values))))):
-        lines.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
-    if lines:
-        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
+        told.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
+    if told:
+        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in told))
     return values
 
 

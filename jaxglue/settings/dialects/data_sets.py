@@ -12,7 +12,7 @@ from jaxglue.settings.config import is_jinja
 _FORMATS = {
     **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
     "bradley_terry.chat_template": "auto",
-    **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
+    **{"alpaca": "alpaca", "completion": "text", "pretrain": "text"},
     "input_output": "segments",
 }
 """Row formats by axolotl's types."""
@@ -23,13 +23,17 @@ _ORCA = (
     "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}### Human:\n{{ question }}\n### Assistant:\n"
 )
 _INSTRUCT = (
-    "{% if input %}### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
+    "{% if row.get('input') %}### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
     "{% else %}### Instruction:\n{{ instruction }}\n\n### Response:\n{% endif %}"
 )
-_CHAT = "USER: {{ instruction }}\n{% if input %}{{ input }}\n{% endif %}ASSISTANT:"
+_CHAT = "USER: {{ instruction }}\n{% if row.get('input') %}{{ input }}\n{% endif %}ASSISTANT:"
 _ALPACA = (
-    "Below is an instruction that describes a task{% if input %}, paired with an input that provides further context"
-    "{% endif %}. Write a response that appropriately completes the request."
+    "Below is an instruction that describes a task{% if row.get('input') %}, paired with an input that provides further "
+    "context{% endif %}. Write a response that appropriately completes the request."
+)
+_QUESTIONS = (
+    "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response that appropriately and "
+    "concisely completes the request.\n\n"
 )
 _STYLES = {
     "chat": (
@@ -55,11 +59,12 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     "alpaca_w_system.load_instruct": (_SYSTEM + _INSTRUCT, "{{ output }}"),
     **{
         f"alpaca:{style}": (
-            f"{head.replace('{system}', _ALPACA)}{{% if input %}}{turn}{{% else %}}{short}{{% endif %}}",
+            f"{head.replace('{system}', _ALPACA)}{{% if row.get('input') %}}{turn}{{% else %}}{short}{{% endif %}}",
             "{{ output }}",
         )
         for style, (head, turn, short) in _STYLES.items()
     },
+    "alpaca_chat.load_qa": (f"SYSTEM: {_QUESTIONS}\nUSER: {{{{ question }}}}\nASSISTANT:", "{{ answer }}"),
     **dict.fromkeys(("alpaca_w_system", "alpaca_w_system.load_chat"), (_SYSTEM + _CHAT, "{{ output }}")),
     "context_qa": (_CONTEXT + "USER: {{ article }}\n===\n{{ question }}\nASSISTANT:", "{{ answer }}"),
     "context_qa.load_v2": ("Context: {{ context }}\nQuestion: {{ question }}\n", "Answer: {{ answer }}"),

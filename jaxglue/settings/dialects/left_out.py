@@ -102,6 +102,9 @@ _REASONS = {
         *("template", "chat_template", "tokenizer_use_mistral_common", "agent_template", "template_backend"),
     ),
     "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
+    "prompts and answers of these pairs are texts here, which tokenizers of torchtune put into the turns of a chat": (
+        "stack_exchange_paired_dataset",
+    ),
     "names of data sets are those of ModelScope there, of the Hugging Face hub here": ("modelscope",),
     "the first rows of a data set are read, where as many are drawn there": ("dataset_sample",),
     "embedding tables keep the rows of the model's files": (
@@ -215,6 +218,7 @@ CHANGES = {
     for name in (
         "template",
         "alpaca_dataset",
+        "stack_exchange_paired_dataset",
         "bos_token",
         "modelscope",
         "dataset_sample",
@@ -254,9 +258,8 @@ REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
     **dict.fromkeys(
-        ("router_aux_loss_coef", "moe_aux_loss_coef"),
-        "--router-balance-loss weighs each layer's loss, where one of all layers together is weighed there: give it "
-        "the coefficient divided by the number of layers",
+        ("moe_aux_loss_coef", "moe_aux_loss_coeff"),
+        "--router-balance-loss weighs the mean of the layers' losses, not their sum",
     ),
     **dict.fromkeys(
         ("qat", "quantizer", "qat_scheme"),
@@ -289,7 +292,6 @@ REFUSED = {
         ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "enable_dft_loss", "ebft", "diffusion"),
         "--objective names the losses that there are",
     ),
-    "task_type": "--objective says what is trained: classify, embed, rerank or rerank_score",
     "external_plugins": "name functions of Python's as they are here: --reward file.py:function, --environment",
     **dict.fromkeys(
         ("cached_dataset", "cached_val_dataset"), "name the data with --data: their tokens are kept in --cache-dir"

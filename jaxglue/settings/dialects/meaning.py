@@ -105,6 +105,25 @@ def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram
     return None
 
 
+def use_whole_embedding(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Train the embedding whole where Unsloth's targets name it; return a line that says so."""
+    lora = values.get("lora", {})
+    if program is not UNSLOTH or "embed_tokens" not in lora.get("targets", ()):
+        return None
+    lora["targets"] = tuple(name for name in lora["targets"] if name != "embed_tokens")
+    lora["modules_to_save"] = tuple(dict.fromkeys((*lora.get("modules_to_save", ()), "embed_tokens")))
+    return "embed_tokens is trained whole, as there (--modules-to-save); --targets would adapt it"
+
+
+def use_balance(recipe: Mapping[str, Any]) -> str | None:
+    """Return a line about the loss of routers, which is one of all layers together there."""
+    if not recipe.get("router_aux_loss_coef"):
+        return None
+    return (
+        "router_aux_loss_coef weighs the mean of the layers' losses of balance, not one of all layers' tokens together"
+    )
+
+
 def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
     """Leave the warm-up out where the schedule of that name has none in transformers; return a line that says so."""
     names = {recipe.get("lr_scheduler_type"), recipe.get("lr_scheduler")} if program is not TORCHTUNE else set()

@@ -55,8 +55,9 @@ WIDER = {
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
-    axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
-    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one, or the
+    axolotl's `lora_target_linear` contains any `lora_target_modules`, and its `lora_target_parameters` name experts,
+    which get no adapters otherwise; the trainer's `max_length` and `seed` decide over those with which Unsloth loads a
+    model and draws its adapters. TRL's list of losses to add has often one, or the
     supervised one as the second.
     """
     values = dict(recipe)
@@ -77,6 +78,8 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
         values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
     if values.get("loss_type") in SUPERVISED:
         del values["loss_type"]
+    if values.get("num_labels") == 1:
+        del values["num_labels"]  # a score, as reward models have it
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
     if linear:
         values.pop("lora_target_modules", None)
@@ -86,7 +89,7 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
             named = [] if linear or modules is None else [*_targets(modules)["lora"]["targets"]]
         except ValueError as error:
             raise ValueError(f"lora_target_modules: {error}") from None
-        values |= {} if linear else {"lora_target_modules": [*named, *experts]}
+        values |= {"exclude_modules": []} if linear else {"lora_target_modules": [*named, *experts]}
     _use_totals(values)
     for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
         if values.get(name) is not None and "model_name" in values:
@@ -274,7 +277,6 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "warmup_steps": _warmup,
     "reward_model": _reward_model,
     "wandb_project": _wandb,
-    "num_labels": _only(1),
     "metric_for_best_model": _only("eval_loss", "loss", None),
     "greater_is_better": _only(False, None),
     **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), _targets),
