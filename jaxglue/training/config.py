@@ -200,7 +200,7 @@ class ModelConfig(Config):
     """Train adapters on the draft head, merged when it is written, or all its weights; by default as --method says."""
     draft_learning_rate: PositiveFloat | None = None
     """Learning rate of the draft head; by default the model's, or its own method's: adapters 2e-4, all weights 5e-5."""
-    router_balance_loss: Annotated[NonNegativeFloat, Alias("router_aux_loss_coef")] = 0.0
+    router_balance_loss: Annotated[NonNegativeFloat, Alias("router_aux_loss_coef", "moe_aux_loss_coef")] = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0
     """Weight of the routers' z-loss, which keeps their logits small; the loss shown excludes it too."""

@@ -20,7 +20,8 @@ from jaxglue.settings.config import (
 )
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
-from jaxglue.settings.dialects.defaults import AXOLOTL, SWIFT, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.defaults import AXOLOTL, FACTORY_V1, SWIFT, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.factory_v1 import with_v1_settings
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
     use_balance,
@@ -121,7 +122,11 @@ def translate(
 
 def _flat(recipe: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the recipe with names of its own program's alone by those of others or ours."""
-    readers = {TORCHTUNE.name: with_flat_settings, SWIFT.name: with_swift_settings}
+    readers = {
+        TORCHTUNE.name: with_flat_settings,
+        SWIFT.name: with_swift_settings,
+        FACTORY_V1.name: with_v1_settings,
+    }
     program = program_of(recipe)
     return recipe if program is None or program.name not in readers else readers[program.name](recipe, where)
 

@@ -28,8 +28,8 @@ _INSTRUCT = (
 )
 _CHAT = "USER: {{ instruction }}\n{% if row.get('input') %}{{ input }}\n{% endif %}ASSISTANT:"
 _ALPACA = (
-    "Below is an instruction that describes a task{% if row.get('input') %}, paired with an input that provides further "
-    "context{% endif %}. Write a response that appropriately completes the request."
+    "Below is an instruction that describes a task{% if row.get('input') %}, paired with an input that provides "
+    "further context{% endif %}. Write a response that appropriately completes the request."
 )
 _QUESTIONS = (
     "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response that appropriately and "
@@ -84,7 +84,7 @@ _ANSWERS = "chat_template.default"
 """axolotl's type of pairs of answers."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
-_WEIGHTS = ("train", "training", "weight")
+_WEIGHTS = ("train", "training", "weight", "loss_weight")
 """Names of a message's key that says whether it is trained on."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 """Names of a message's keys that are read without renaming."""

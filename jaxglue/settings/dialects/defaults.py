@@ -141,6 +141,23 @@ LLAMA_FACTORY = ForeignProgram(
     learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED), 5e-5),
     drops_out_nothing=_PAIRS,
 )
+FACTORY_V1 = ForeignProgram(
+    name="LLaMA-Factory v1",
+    version="0.9.6",
+    source="hiyouga/LLaMA-Factory: src/llamafactory/v1/config, src/llamafactory/v1/core/base_trainer.py",
+    settings={
+        "optimizer": {
+            **_TRAINER["optimizer"],
+            **{"schedule": "constant", "weight_decay": 0.01, "learning_rate": 1e-4},
+        },
+        "run": _TRAINER["run"],
+        "data": {**_TRAINER["data"], "seq_len": 2048, "overlong": "truncate"},
+    },
+    adapter={
+        **{"rank": 8, "alpha": 16.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
+    },
+    batch=1,
+)
 _TRL_RATES = {
     "sft": 2e-5,
     "reward": 1e-4,
@@ -231,7 +248,7 @@ SWIFT = ForeignProgram(
     drops_out_nothing=_PAIRS,
     rows="documents are as long as the model's positions",
 )
-PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, TORCHTUNE, SWIFT)
+PROGRAMS = (AXOLOTL, LLAMA_FACTORY, FACTORY_V1, TRL, UNSLOTH, TORCHTUNE, SWIFT)
 _OF_SWIFT = {
     *("tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "val_dataset", "quant_bits"),
     *("loss_scale", "truncation_strategy"),
@@ -239,6 +256,8 @@ _OF_SWIFT = {
 """Settings of ms-swift that the other programs do not have."""
 _OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "template", "lora_target", "val_size"}
 """Settings of LLaMA-Factory that the other programs do not have."""
+_OF_FACTORY_V1 = {"train_dataset", "dist_config", "kernel_config", "peft_config", "quant_config", "optim_config"}
+"""Those of its v1."""
 
 
 def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
@@ -247,6 +266,8 @@ def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
         return TORCHTUNE
     if "base_model" in recipe:
         return AXOLOTL
+    if "model" in recipe and _OF_FACTORY_V1 & recipe.keys():
+        return FACTORY_V1
     if "model" in recipe and _OF_SWIFT & recipe.keys():
         return SWIFT
     if _OF_LLAMA_FACTORY & recipe.keys():

@@ -257,10 +257,7 @@ PYTHON = {
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
-    **dict.fromkeys(
-        ("moe_aux_loss_coef", "moe_aux_loss_coeff"),
-        "--router-balance-loss weighs the mean of the layers' losses, not their sum",
-    ),
+    "moe_aux_loss_coeff": "--router-balance-loss weighs the mean of the layers' losses, not their sum",
     **dict.fromkeys(
         ("qat", "quantizer", "qat_scheme"),
         "--serve-as nvfp4 (nf4, mxfp4, q4_k_m) trains an adapter for weights that are rounded when served",
