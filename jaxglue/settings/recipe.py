@@ -147,7 +147,7 @@ def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
     """Return the names of kinds in a recipe, by field; raises like `read_recipe`."""
     tables = read_tables(path)
     if _is_foreign(tables, cls, path):
-        return foreign_kinds(tables, cls, f"{path}: ")
+        return foreign_kinds(tables, cls, f"{path}: ", _yaml_lines(path))
     named: dict[str, Any] = {}
     for name in groups(cls):
         if isinstance(table := tables.get(name), dict):

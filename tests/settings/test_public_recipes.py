@@ -14,7 +14,7 @@ import yaml
 from jaxglue.data.patterns import pair_renderer
 from jaxglue.settings.dialects.defaults import PROGRAMS, program_of
 from jaxglue.settings.flags import parse_config
-from jaxglue.settings.recipe import construct, from_settings, read_recipe
+from jaxglue.settings.recipe import construct, from_settings, read_recipe, recipe_kinds
 from jaxglue.training.config import TrainConfig
 
 RECIPES = json.loads((Path(__file__).parents[1] / "goldens/public_recipes.json").read_text(encoding="utf-8"))
@@ -484,6 +484,8 @@ def test_errors_name_lines_of_settings(tmp_path):
         assert part in str(error.value)
     with pytest.raises(ValueError, match=r"recipe.yml: line 3: stage: expected sft"):
         read(tmp_path, "model_name_or_path: m\nfinetuning_type: lora\nstage: ppo")
+    with pytest.raises(ValueError, match=r"recipe.yml: line 3: stage: expected sft"):
+        recipe_kinds(TrainConfig, tmp_path / "recipe.yml")
 
 
 @pytest.mark.parametrize(

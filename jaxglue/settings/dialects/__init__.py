@@ -3,6 +3,7 @@
 Most of their names are aliases beside our fields; this package has the rest.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,11 +80,9 @@ def translate(
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
-    try:
+    with _on_lines(where, lines):
         given = _flat(recipe, where)
         values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else (), lines)
-    except ValueError as error:
-        raise ValueError(where + _on_line(str(error).removeprefix(where), lines)) from None
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
     loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
@@ -189,6 +188,15 @@ def _read(
     return values, left_out, wrong
 
 
+@contextlib.contextmanager
+def _on_lines(where: str, lines: Mapping[str, int]) -> Iterator[None]:
+    """Name the line of the setting that an error begins with, behind `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(where + _on_line(str(error).removeprefix(where), lines)) from None
+
+
 def _on_line(text: str, lines: Mapping[str, int]) -> str:
     """Return an error that begins with a setting's name behind the line on which the file has it."""
     line = lines.get(text.partition(":")[0])
@@ -206,10 +214,13 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
         yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
-def foreign_kinds(recipe: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
+def foreign_kinds(
+    recipe: Mapping[str, Any], cls: type, where: str, lines: Mapping[str, int] = NO_LINES
+) -> dict[str, Any]:
     """Return the names of kinds in another program's recipe, by field; raise ValueError as `translate` does."""
-    given = _flat(recipe, where)
-    return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
+    with _on_lines(where, lines):
+        given = _flat(recipe, where)
+        return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
 
 
 def _kinds(cls: type, recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -271,8 +271,8 @@ REFUSED = {
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
         ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro", "unfrozen_parameters"),
-        "weights are trained as adapters or all of them: --layers adapts some layers, --modules-to-save trains "
-        "embed_tokens and lm_head whole",
+        "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
+        "some layers, --modules-to-save trains embed_tokens and lm_head whole",
     ),
     **dict.fromkeys(
         (
