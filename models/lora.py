@@ -9,7 +9,16 @@ from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
-from jaxglue.models.lora_config import ALL_LINEAR, PATHS, LoraConfig, is_target, match_pattern, parse_patterns
+from jaxglue.models.lora_config import (
+    ALL_LINEAR,
+    EXPERTS,
+    PATHS,
+    LoraConfig,
+    is_excluded,
+    is_target,
+    match_pattern,
+    parse_patterns,
+)
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import adapt_vocabulary, train_modules, train_rows, train_score, vocabulary_modules
@@ -67,7 +76,7 @@ def _is_adapted(path: str, config: LoraConfig) -> bool:
     """Tell whether the linear layer of this path gets an adapter."""
     if config.layers and path.startswith(_LAYERS) and int(path.split(".")[2]) not in config.layers:
         return False
-    if any(is_target(path, target) for target in config.exclude):
+    if any(is_excluded(path, name) for name in config.exclude):
         return False
     return any(target == ALL_LINEAR or is_target(path, target) for target in config.targets)
 
@@ -148,7 +157,9 @@ def _check_names(config: LoraConfig, paths: list[str]) -> None:
     layers = 1 + max(int(path.split(".")[2]) for path in paths if path.startswith(_LAYERS))
     if absent := [index for index in config.layers if index >= layers]:
         raise ValueError(f"layers: the model has {layers} layers, 0 to {layers - 1}, and no layer {absent[0]}")
-    if unknown := [name for name in config.exclude if not any(is_target(path, name) for path in paths)]:
+    if unknown := [
+        name for name in config.exclude if not (name == EXPERTS or any(is_target(path, name) for path in paths))
+    ]:
         raise ValueError(
             f"exclude: {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}"
             f"{nearest(unknown[0], kinds)}"

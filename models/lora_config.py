@@ -10,6 +10,8 @@ from jaxglue.data.limits import pattern_time_limit
 from jaxglue.settings.config import Alias, CommaSeparated, Config, NonNegativeInt, PositiveInt, Range, Synonyms
 
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""Stands among exclusions for the projections of all experts."""
 VocabularyModule = Literal["embed_tokens", "lm_head"]
 MODULES: tuple[VocabularyModule, ...] = ("embed_tokens", "lm_head")
 """Modules with a row for each token, under PEFT's names."""
@@ -20,6 +22,11 @@ PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_
 def is_target(path: str, target: str) -> bool:
     """Tell whether a target names the module of this path, in full or by its end, as PEFT does."""
     return path == target or path.endswith(f".{target}")
+
+
+def is_excluded(path: str, name: str) -> bool:
+    """Tell whether an exclusion names the module of this path."""
+    return is_target(path, name) or (name == EXPERTS and EXPERTS in path.split("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,8 @@ class LoraConfig(Config):
     as 3.self_attn.q_proj; all-linear selects every one in the decoder layers, including experts, excluding routers.
     embed_tokens and lm_head get adapters, too, where they are named; dropout is not for these."""
     exclude: Annotated[tuple[str, ...], Alias("exclude_modules"), CommaSeparated()] = ()
-    """Linear layers to leave out of the targets, named as these."""
+    """Linear layers to leave out of the targets, named as these; experts leaves out those of a mixture's experts, where
+    the model has any."""
     layers: Annotated[tuple[NonNegativeInt, ...], Alias("layers_to_transform", "peft_layers_to_transform")] = ()
     """Indices of the decoder layers to adapt; by default all."""
     rank_pattern: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -162,7 +163,7 @@ class BatchIterator(Iterator[Step]):
         batch_size: B, rows in a micro-batch over all processes.
         gradient_accumulation_steps: micro-batches in a step.
         seed: of shuffling.
-        epochs: number of epochs; None for endless.
+        epochs: number of epochs, the last of which may be a part of one: its first steps; None for endless.
         documents_per_step: documents in a step, in as many micro-batches as their rows take; None for steps of
             `gradient_accumulation_steps` micro-batches of full rows.
         max_segments: maximum documents per row, rounded up to a power of two; by default the first epoch's maximum.
@@ -187,14 +188,16 @@ class BatchIterator(Iterator[Step]):
         batch_size: int,
         gradient_accumulation_steps: int = 1,
         seed: int = 0,
-        epochs: int | None = None,
+        epochs: float | None = None,
         documents_per_step: int | None = None,
         max_segments: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
     ):
-        numbers = {"epochs": epochs, "documents_per_step": documents_per_step}
-        _check_sizes(**{name: number for name, number in numbers.items() if number is not None})
+        if documents_per_step is not None:
+            _check_sizes(documents_per_step=documents_per_step)
+        if epochs is not None and epochs <= 0:
+            raise ValueError(f"epochs={epochs}: expected above 0")
         self._documents_per_step = documents_per_step
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
         self._sizes = StepSizes(batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
@@ -226,15 +229,20 @@ class BatchIterator(Iterator[Step]):
         """Count the optimizer steps of all epochs; None if endless."""
         if self._epochs is None:
             return None
-        later = (self._count_steps(self._plan(epoch, self.max_segments)) for epoch in range(1, self._epochs))
-        return self.steps_per_epoch + sum(later)
+        epochs = range(1, math.ceil(self._epochs))
+        later = (self._part(epoch, self._count_steps(self._plan(epoch, self.max_segments))) for epoch in epochs)
+        return self._part(0, self.steps_per_epoch) + sum(later)
+
+    def _part(self, epoch: int, steps: int) -> int:
+        """Return how many of an epoch's steps are taken: all, but of a last part of one."""
+        return steps if self._epochs is None else math.ceil(min(self._epochs - epoch, 1) * steps)
 
     def __iter__(self) -> "BatchIterator":
         return self
 
     def __next__(self) -> Step:
         step = seen(self._take(), self.see)
-        if self.begin is not None and self._taken < len(self._epoch_steps):
+        if self.begin is not None and self._taken < self._last:
             self._coming = self._take()
             for batch in self._coming.micro_batches:
                 if isinstance(batch.images, RowImages):
@@ -247,6 +255,8 @@ class BatchIterator(Iterator[Step]):
             step, self._coming = self._coming, None
             return step
         while True:
+            if self._next_plan is None and self._taken == self._last:
+                raise StopIteration
             try:
                 step = next(self._steps)
             except StopIteration:
@@ -351,6 +361,7 @@ class BatchIterator(Iterator[Step]):
         """Begin an epoch and plan the next in the background."""
         self._epoch, self._taken = epoch, 0
         self._epoch_steps = self._steps_of(plan)
+        self._last = self._part(epoch, len(self._epoch_steps))
         self._ahead = None
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:

@@ -23,7 +23,7 @@ _ROLES = {
 """Roles by ShareGPT's names."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning."""
-WEIGHTS = ("weight", "train", "training")
+WEIGHTS = ("weight", "train", "training", "loss_weight")
 """Keys of OpenAI and axolotl that say whether a message or a row is trained on."""
 _FLAGS = {"0": False, "1": True, "true": True, "false": False}
 
@@ -113,7 +113,7 @@ def _read_message(message: Any, number: int, images: list[Any] | None) -> tuple[
 
 
 def read_weight(item: dict[str, Any]) -> bool | None:
-    """Return whether a message or row is trained on: its `weight` (0 or 1), `train` or `training`; None without them.
+    """Return whether a message or row is trained on: its `weight` (0 or 1), `train`, … (`WEIGHTS`); None without them.
 
     Raises:
         ValueError: another value, or axolotl's `train_detail`.
@@ -279,11 +279,12 @@ def _part(part: Any, role: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = part.get("text", part.get("value")) if kind == "text" else None  # LLaMA-Factory's v1 has it as value
+    if not isinstance(text, str):
         raise ValueError(
             f"the {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on"
         )
-    return part["text"]
+    return text
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

@@ -53,6 +53,12 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return {key: _number(value) for key, value in values.items() if value is not None}
 
 
+def lines_of_keys(text: str) -> dict[str, int]:
+    """Return the line of each outermost key of a text that `parse_yaml` reads."""
+    node = yaml.compose(text, _Loader)
+    return {key.value: key.start_mark.line + 1 for key, _ in node.value}
+
+
 def _number(value: Any) -> Any:
     """Return the number that a text stands for: YAML reads 2e-4 as text, for want of a dot."""
     if isinstance(value, dict):

@@ -181,6 +181,9 @@ class GroupSettings(SampledSettings):
     """Divide advantages by the standard deviation of the rewards of their group, or of all; or not at all."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Order in which several rewards are weighted and summed, and normalized."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratios of probabilities under the present and the old weights: of each token, or of whole answers, the geometric
+    mean of their tokens', as GSPO and LUSPO always have them."""
     top_entropy_quantile: Annotated[float, Range(gt=0, le=1)] = 1.0
     """Share of the tokens, those of the largest entropy, on which the policy is trained (arXiv 2506.01939)."""
     entropy_coef: _NonNegative = 0.0

@@ -51,8 +51,11 @@ class PolicyGradient(RolloutObjective):
     learning_rates = {"lora": 1e-5, "full": 1e-6}  # noqa: RUF012 - with all weights TRL's
     generations = 8
     compares = True
-    by_answer = False
-    """Ratios are of whole answers."""
+
+    @property
+    def by_answer(self) -> bool:
+        """Tell whether ratios are of whole answers."""
+        return self.config.importance_sampling_level == "sequence"
 
     @property
     def credits_tokens(self) -> bool:
@@ -95,8 +98,12 @@ class PolicyGradient(RolloutObjective):
         return inputs.counted
 
     def ratio(self, inputs: LossInputs) -> Tokens:
-        """Return the ratio of probabilities under the present and the old weights, for each token."""
-        return jnp.exp(inputs.log_ratio)
+        """Return the ratio of probabilities under the present and the old weights, for each token or its answer.
+
+        That of an answer is the geometric mean of its tokens'.
+        """
+        by_answer = self.by_answer
+        return jnp.exp(inputs.over_answers(inputs.log_ratio) / inputs.lengths if by_answer else inputs.log_ratio)
 
     def policy_losses(self, inputs: LossInputs, ratio: Tokens, correction: Tokens) -> tuple[Tokens, dict[str, Metric]]:
         """Return the losses of tokens without the divergence, and metrics.
@@ -229,10 +236,6 @@ class GSPO(GRPO):
     """GRPO with the ratio of an answer, the geometric mean of its tokens' ratios (arXiv 2507.18071)."""
 
     by_answer = True
-
-    def ratio(self, inputs: LossInputs) -> Tokens:
-        """Return the exponential of the mean over the answer's tokens."""
-        return jnp.exp(inputs.over_answers(inputs.log_ratio) / inputs.lengths)
 
 
 class CISPO(DAPO):

@@ -88,7 +88,7 @@ def read_recipe(cls: type, path: Path, flags: Mapping[str, Any] = NO_FLAGS, *, s
     """
     tables = _with_folder(read_tables(path), str(path.resolve().parent))
     if _is_foreign(tables, cls, path):
-        return translate(tables, cls, f"{path}: ", flags, strict=strict)
+        return translate(tables, cls, f"{path}: ", flags, strict=strict, lines=_yaml_lines(path))
     named = recipe_kinds(cls, path) | named_kinds(cls, flags)
     subgroups = chosen_groups(cls, named)
     plain = {key: value for key, value in tables.items() if key not in subgroups}
@@ -147,7 +147,7 @@ def recipe_kinds(cls: type, path: Path) -> dict[str, Any]:
     """Return the names of kinds in a recipe, by field; raises like `read_recipe`."""
     tables = read_tables(path)
     if _is_foreign(tables, cls, path):
-        return foreign_kinds(tables, cls, f"{path}: ")
+        return foreign_kinds(tables, cls, f"{path}: ", _yaml_lines(path))
     named: dict[str, Any] = {}
     for name in groups(cls):
         if isinstance(table := tables.get(name), dict):
@@ -329,6 +329,13 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     from jaxglue.files.yaml_file import parse_yaml  # only such recipes need the library
 
     return parse_yaml(text)
+
+
+def _yaml_lines(path: Path) -> dict[str, int]:
+    """Return the lines of a recipe's keys."""
+    from jaxglue.files.yaml_file import lines_of_keys
+
+    return lines_of_keys(read_regular_text(path, "utf-8", _MAX_BYTES))
 
 
 def _with_folder(value: Any, folder: str) -> Any:

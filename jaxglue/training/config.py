@@ -200,7 +200,7 @@ class ModelConfig(Config):
     """Train adapters on the draft head, merged when it is written, or all its weights; by default as --method says."""
     draft_learning_rate: PositiveFloat | None = None
     """Learning rate of the draft head; by default the model's, or its own method's: adapters 2e-4, all weights 5e-5."""
-    router_balance_loss: NonNegativeFloat = 0.0
+    router_balance_loss: Annotated[NonNegativeFloat, Alias("router_aux_loss_coef", "moe_aux_loss_coef")] = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0
     """Weight of the routers' z-loss, which keeps their logits small; the loss shown excludes it too."""
@@ -288,8 +288,8 @@ class RunConfig(Config):
     """How GPUs share the work: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; auto
     takes data for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts, and context for
     rows that are too long or too few (see docs/sharding.md)."""
-    epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
-    """Passes over the data, unless steps is given."""
+    epochs: Annotated[float, Range(gt=0, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1.0
+    """Passes over the data, unless steps is given; a part of one, such as 0.5, takes that share of its steps."""
     steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10

@@ -1,5 +1,6 @@
 """Where a run's rows come from: documents, or prompts that the model answers in training."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
@@ -266,7 +267,7 @@ class Prompts:
             tile=self.tile,
         )
         steps = RolloutSteps(plan, config.run.output)
-        steps.total = config.run.steps or config.run.epochs * steps.steps_per_epoch
+        steps.total = config.run.steps or math.ceil(config.run.epochs * steps.steps_per_epoch)
         try:
             judge.check({name for prompt in dataset.prompts for name in prompt.columns})
             judge.check_rows([*dataset.prompts, *(held_out.prompts if held_out else ())])

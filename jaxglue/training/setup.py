@@ -339,7 +339,7 @@ def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     """Return the run's optimizer steps, about: as if every row were full."""
     run, tokens = config.run, int(data.train.document_lengths.sum())
     row = config.data.row_tokens * run.batch_size * run.gradient_accumulation_steps
-    return run.steps or max(1, -(-run.epochs * tokens // row))
+    return run.steps or max(1, math.ceil(run.epochs * tokens / row))
 
 
 def _with_micro_batches(config: TrainConfig, data: PreparedData) -> RunConfig:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter
 
 import jax
@@ -53,6 +54,18 @@ def token_counts(batches):
 def assert_same(one, other):
     """Assert that two batches, or tuples of batches, are equal."""
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("epochs", [0.1, 0.5, 1.5, 2])
+def test_a_part_of_an_epoch_has_its_first_steps(iterate, epochs, ahead):
+    iterator, whole = iterate(epochs=epochs), list(iterate(epochs=2))
+    per_epoch = iterator.steps_per_epoch
+    iterator.begin = (lambda images: None) if ahead else None
+    steps = list(iterator)
+    assert len(steps) == iterator.total_steps == math.ceil(epochs * per_epoch) and 2 * per_epoch == len(whole)
+    for step, other in zip(steps, whole, strict=False):
+        assert_same(step.micro_batches, other.micro_batches)
 
 
 def test_every_document_once_per_epoch_in_another_order(dataset, iterate):
@@ -152,7 +165,7 @@ def test_rows_hold_at_most_max_segments(iterate):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0: expected at least 1"),
-        ({"epochs": 0}, "epochs=0: expected at least 1"),
+        ({"epochs": 0}, "epochs=0: expected above 0"),
         ({"documents_per_step": 0}, "documents_per_step=0: expected at least 1"),
         ({"seq_len": 16}, r"a document has \d+ tokens, but seq_len=16: prepare the data with the same seq_len"),
         ({"process_count": 4}, "batch_size=2 does not divide among 4 processes"),

@@ -14,7 +14,7 @@ from jaxglue.generation.engine import Engine
 from jaxglue.models import build_model
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.lora import add_lora
+from jaxglue.models.lora import add_lora, linear_layers
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, set_parameters, split_model
 from jaxglue.ops.moe import ROUTE, auxiliary_loss, route, z_loss
@@ -175,6 +175,14 @@ def test_each_adapter_of_experts_has_its_own_scale(tiny_model):
         models.append(model)
     logits = [model([[3, 1, 4, 1, 5]]) for model in models]
     np.testing.assert_allclose(*logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen3_moe", QWEN3_MOE), ("qwen3", {})])
+def test_experts_are_left_out_of_adapters_where_there_are_any(tiny_model, family, options):
+    model = tiny_model(family, **options)
+    add_lora(model, LoraConfig(rank=2, exclude=("experts",)), rngs=nnx.Rngs(1))
+    adapted = {path for path, linear in linear_layers(model) if linear.lora_A is not None}
+    assert adapted == {path for path, _ in linear_layers(model) if ".experts." not in path} and adapted
 
 
 @repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")

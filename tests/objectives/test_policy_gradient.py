@@ -160,6 +160,24 @@ def test_fifteen_updates_on_given_answers_follow_trl(name):
     np.testing.assert_allclose(losses, GOLDEN["curves"][name], atol=5e-4)
 
 
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "bnpo"])
+def test_ratios_of_whole_answers_are_luspos_in_other_losses(name):
+    """LUSPO, which equals TRL's, differs from these in the number that divides the sum alone."""
+    (_, frozen, _, _, trained), results = models(), []
+    for settings in ({"objective": "luspo"}, {"objective": name, "importance_sampling_level": "sequence"}):
+        config = ObjectiveConfig(epsilon_low=0.003, epsilon_high=0.004, beta=0.04, **settings)
+        executor = make_executor(config)
+        groups = groups_of(config, compare(config.make(), rewards()).values)
+        ((batch, _),) = pack_groups(groups, seq_len=96, batch_size=1, slots=16)
+        batch = with_log_probs(executor, batch, config)
+        total = counts_of(groups).tokens if (config.objective, name) == ("luspo", "bnpo") else 1  # in BNPO's weights
+        sums, gradients = executor.loss_and_gradients(trained, frozen, [batch], total)
+        results.append((sums[0], gradients))
+    assert not config.make().credits_tokens
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
 def one_by_one(groups: list[Group], seq_len: int) -> Batch:
     """Return a batch with a row for each answer after its prompt, packed without the code under test."""
     rows = [(group.prompt, answer) for group in groups for answer in group.answers]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxglue.data.patterns import pair_renderer
 from jaxglue.settings.dialects.defaults import PROGRAMS, program_of
 from jaxglue.settings.flags import parse_config
-from jaxglue.settings.recipe import construct, from_settings, read_recipe
+from jaxglue.settings.recipe import construct, from_settings, read_recipe, recipe_kinds
 from jaxglue.training.config import TrainConfig
 
 RECIPES = json.loads((Path(__file__).parents[1] / "goldens/public_recipes.json").read_text(encoding="utf-8"))
@@ -77,7 +78,8 @@ def test_public_recipes_are_of_five_programs_and_four_objectives():
     assert len(RECIPES) >= 40 and len(set(programs)) == 5 and min(map(programs.count, programs)) >= 5
     assert len({recipe["expects"]["objective"] for recipe in RECIPES if "expects" in recipe}) >= 4
     found = {program_of(recipe["settings"]).name for recipe in RECIPES}
-    assert found | {"ms-swift"} == {program.name for program in PROGRAMS}  # whose public recipes are command lines
+    others = {"ms-swift", "LLaMA-Factory v1"}  # whose public recipes are command lines, or are not among these
+    assert found | others == {program.name for program in PROGRAMS}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_strict_names_every_unknown_setting_and_no_known_one(tmp_path, capsys):
     error = capsys.readouterr().err
     assert all(name in error for name in ("unheard_of", "wandb_new_switch", "fsdp_offload_x"))
     assert "flash_attention" not in error and "wandb_watch" not in error
-    with pytest.raises(ValueError, match=r"does not know: unheard_of, wandb_new_switch, fsdp_offload_x\."):
+    with pytest.raises(ValueError, match=r"know: unheard_of \(line 3\), wandb_new_switch \(line 4\), fsdp_off"):
         from_settings(TrainConfig, {"strict": True}, path)
     path.write_text("base_model: m\nlearning_rate: 1e-4\nflash_attention: true\ndata: [rows.jsonl]")
     assert from_settings(TrainConfig, {"strict": True}, path) == from_settings(TrainConfig, {}, path)
@@ -307,7 +309,7 @@ def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
 
 @pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])
 def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
-    with pytest.raises(ValueError, match="lr_scheduler_kwargs: expected min_lr_rate alone"):
+    with pytest.raises(ValueError, match="line 3: lr_scheduler_kwargs: expected min_lr or"):
         read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {value}")
 
 
@@ -467,3 +469,131 @@ def test_a_supervised_loss_among_losses_is_rpos(tmp_path, weights, alpha):
     assert (found.loss_type, found.rpo_alpha) == ("hinge", alpha)
     with pytest.raises(ValueError, match="loss_type: expected sigmoid"):
         read(tmp_path, text.replace(weights, "[0.5, 1]"), {"objective": "dpo"})
+
+
+def test_errors_name_lines_of_settings(tmp_path):
+    text = "base_model: m\nlearning_rate: fast\n\nbetas: [1]\nunheard_of: 3\nrelora: true"
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, text)
+    for part in (
+        "recipe.yml: line 2: learning_rate: expected float",
+        "line 4: betas: no counterpart here: --beta1",
+        "line 6: relora: no counterpart here: train adapters",
+        "jaxglue does not know: unheard_of (line 5). Remove them",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"recipe.yml: line 3: stage: expected sft"):
+        read(tmp_path, "model_name_or_path: m\nfinetuning_type: lora\nstage: ppo")
+    with pytest.raises(ValueError, match=r"recipe.yml: line 3: stage: expected sft"):
+        recipe_kinds(TrainConfig, tmp_path / "recipe.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model_name: m\ndataset_text_field: ''", {"columns": ""}),
+        ("model_name: m\ntask_type: FEATURE_EXTRACTION", {"objective": "sft"}),
+        ("model_name: m\nload_in_fp8: block", {"matmul": "fp8", "quantize": "none"}),
+        ("base_model: m\nlearning_rate: 1e-4\nfp8: true", {"matmul": "fp8", "method": "full"}),
+        ("base_model: m\nlearning_rate: 1e-4\nfp8: false", {"matmul": "bf16"}),
+        ("model_name_or_path: m\nlr_scheduler_type: cosine_with_restarts", {"schedule": "cosine"}),
+        ("model_name_or_path: m\nnum_train_epochs: 0.5", {"epochs": 0.5}),
+        ("model_name_or_path: m\nrouter_aux_loss_coef: 0.01", {"router_balance_loss": 0.01}),
+        ("model_name_or_path: m\nfinetuning_type: lora\nuse_kt: true\nkt_config: x.yaml", {"method": "lora"}),
+    ],
+)
+def test_more_values_are_ours(tmp_path, text, expected):
+    config = read(tmp_path, text)
+    groups = (config.model, config.data, config.run, config.optimizer, config.objective)
+    merged = {name: value for group in groups for name, value in vars(group).items()}
+    assert {name: merged[name] for name in expected} == expected
+
+
+GRPO = "model_name: m\nreward_funcs: [exact]\nnum_generations: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"objective": "bnpo", "beta": 0.001, "importance_sampling_mode": "none", "generation_batch_size": 8}),
+        ("beta: 0", {"beta": 0.0}),
+        ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 2", {"generation_batch_size": 16}),
+        ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 8", {"generation_batch_size": 16}),
+        ("loss_type: dapo", {"objective": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True}),
+        (
+            "loss_type: dr_grpo\nimportance_sampling_level: sequence",
+            {"objective": "dr_grpo", "importance_sampling_level": "sequence"},
+        ),
+        ("loss_type: grpo\nimportance_sampling_level: sequence", {"objective": "gspo"}),
+    ],
+)
+def test_answers_written_in_training_are_as_unsloth_has_them(tmp_path, text, expected):
+    config = read(tmp_path, GRPO + ("per_device_train_batch_size: 1\n" if "per_device" not in text else "") + text)
+    merged = {**vars(config.objective), **vars(config.rollouts)}
+    assert {name: merged[name] for name in expected} == expected
+
+
+def test_losses_of_routers_are_told(tmp_path, caplog):
+    read(tmp_path, "model_name_or_path: m\nrouter_aux_loss_coef: 0.01")
+    assert "--router-balance-loss weighs the mean of the layers' losses" in caplog.text
+    caplog.clear()
+    read(tmp_path, "model_name_or_path: m")
+    assert "router_balance_loss 0.0 (0.001 of mixtures there)" in caplog.text and "weighs the mean" not in caplog.text
+
+
+def test_embeddings_among_unsloths_targets_are_trained_whole(tmp_path, caplog):
+    lora = read(tmp_path, "model_name: m\ntarget_modules: [q_proj, embed_tokens, lm_head]").lora
+    assert (lora.targets, lora.modules_to_save) == (("q_proj", "lm_head"), ("embed_tokens",))
+    assert "embed_tokens is trained whole, as there" in caplog.text
+    plain = read(tmp_path, "model_name_or_path: m\nuse_peft: true\nlora_target_modules: [q_proj, embed_tokens]").lora
+    assert (plain.targets, plain.modules_to_save) == (("q_proj", "embed_tokens"), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "exclude"),
+    [
+        ("base_model: m\nlearning_rate: 1e-4\n" + LORA + "lora_target_linear: true", ("experts",)),
+        ("base_model: m\nlearning_rate: 1e-4\n" + LORA + "lora_target_modules: [down_proj]", ("experts",)),
+        (
+            "base_model: m\nlearning_rate: 1e-4\n" + LORA + "lora_target_linear: true\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            (),
+        ),
+        (
+            "base_model: m\nlearning_rate: 1e-4\n" + LORA + f"lora_target_modules: '{LANGUAGE}'\n"
+            "lora_target_parameters: [experts.gate_up_proj]",
+            (),
+        ),
+        ("model_name_or_path: m\nfinetuning_type: lora\nlora_target: all", ("experts",)),
+        ("model_name_or_path: m\nuse_peft: true\nlora_target_modules: all-linear", ("experts",)),
+        ("model_name: m", ()),
+    ],
+)
+def test_experts_have_adapters_where_they_have_there(tmp_path, text, exclude):
+    lora = read(tmp_path, text).lora
+    assert lora.exclude == exclude
+    if "experts.gate" in text:
+        assert lora.targets == ("q_proj", "k_proj", "experts.gate_up_proj")
+
+
+ROW = {"instruction": "Add.", "input": "1 2", "output": "3", "question": "1 + 2?", "answer": "3"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [
+        ("alpaca:chat", "that provides further context. Write a response that appropriately completes the request.\n"
+         "USER: Add.\n1 2\nASSISTANT:"),
+        ("alpaca:phi", "the request.<|end|>\n<|user|>\nAdd.<|end|>1 2<|assistant|>"),
+        ("alpaca:chatml", "<|im_end|>\n<|im_start|>user\nAdd.\n1 2<|im_end|>\n<|im_start|>assistant\n"),
+        ("alpaca_chat.load_qa", "completes the request.\n\n\nUSER: 1 + 2?\nASSISTANT:"),
+    ],
+)  # fmt: skip
+def test_styles_of_axolotls_alpaca(tmp_path, kind, prompt):
+    path = tmp_path / "recipe.yml"
+    path.write_text(f"base_model: m\nlearning_rate: 1e-4\ndatasets: [{{path: a.jsonl, type: '{kind}'}}]")
+    (source,) = construct(TrainConfig, read_recipe(TrainConfig, path), {}).data.sources
+    rendered = pair_renderer(source.prompt, source.completion)(ROW)
+    assert rendered["prompt"].endswith(prompt) and rendered["completion"] == "3"
+    short = pair_renderer(source.prompt, source.completion)({k: v for k, v in ROW.items() if k != "input"})
+    assert "1 2" not in short["prompt"] and "further context" not in short["prompt"]

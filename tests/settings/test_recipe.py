@@ -200,13 +200,13 @@ def test_axolotls_table_of_trl_is_translated(write):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("top_p: 0.9", "recipe.yml: top_p: training computes no log-probabilities of truncated distributions"),
-        ("loss_type: sigmoid", "recipe.yml: loss_type: expected grpo | dapo"),
+        ("top_p: 0.9", "recipe.yml: line 15: top_p: answers are sampled from the whole distribution, whose log-"),
+        ("loss_type: sigmoid", "recipe.yml: line 15: loss_type: expected grpo | dapo"),
         ("reward_weights: [1]", "reward_weights: expected one for each of 2 functions, got 1"),
         ("steps_per_generation: 3", "steps_per_generation: expected a multiple of gradient_accumulation_steps, 2, g"),
         ("num_generations: many", "num_generations: expected whole numbers above 0"),
         ("reward_funcs: [3]", "reward_funcs: expected names of functions, got [3]"),
-        ("importance_sampling_level: sequence", "importance_sampling_level: expected token, or sequence with"),
+        ("importance_sampling_level: answer", "importance_sampling_level: expected token | sequence, got 'answer'"),
     ],
 )
 def test_settings_of_answers_without_a_counterpart_are_named(write, line, message):
@@ -268,14 +268,14 @@ def test_unknown_settings_are_named_together(write):
     with pytest.raises(ValueError, match=r"roles: 'bot' stands for assistant"):
         text = "base_model: m\ndatasets:\n  - path: a.jsonl\n    roles: {assistant: [gpt, bot]}\n"
         load_config(TrainConfig, write(text))
-    with pytest.raises(ValueError, match=r"does not know: shrink, roles_to_train\. Remove them"):
+    with pytest.raises(ValueError, match=r"does not know: shrink \(line 2\), roles_to_train \(line 3\)\. Remove them"):
         load_config(TrainConfig, write("base_model: m\nshrink: 2\nroles_to_train: [a]\n"))
     with pytest.raises(ValueError, match=r"datasets: a.jsonl: settings that jaxglue does not know: shards"):
         load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    shards: 2\n"))
 
 
 def test_settings_that_make_another_run_are_refused_with_ours(write):
-    with pytest.raises(ValueError, match=r"does not know: betas \(--beta1 and --beta2"):
+    with pytest.raises(ValueError, match=r"recipe.yml: line 2: betas: no counterpart here: --beta1 and --beta2"):
         load_config(TrainConfig, write("base_model: m\nbetas: [0.9, 0.95]\n"))
 
 

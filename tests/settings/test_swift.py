@@ -58,6 +58,13 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"rlhf_type": "simpo"}, "objective", {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0}),
         ({"rlhf_type": "kto"}, "lora", {"dropout": 0.0}),
         ({"rlhf_type": "rm"}, "objective", {"objective": "reward"}),
+        ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "objective", {"num_labels": 3}),
+        ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "data", {"format": "auto_chat"}),
+        ({"task_type": "causal_lm"}, "objective", {"objective": "sft"}),
+        ({"max_epochs": 0.5}, "run", {"epochs": 0.5}),
+        ({"save_total_limit": -1}, "run", {"keep_checkpoints": 2}),
+        ({"learning_rate": 1e-4, "lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, "optimizer", {"min_lr_ratio": 0.1}),
+        ({}, "lora", {"exclude": ("experts",)}),
         ({"model_name": "a", "model_author": "b"}, "model", {"model": "m"}),
     ],
 )
@@ -68,7 +75,7 @@ def test_settings_are_ours(tmp_path, settings, group, expected):
 
 def test_answers_written_in_training_have_its_defaults(tmp_path):
     config = load(tmp_path, rlhf_type="grpo", reward_funcs=["accuracy", "format"], num_generations=4)
-    assert (config.objective.objective, config.objective.beta, config.objective.temperature) == ("grpo", 0.1, 0.9)
+    assert (config.objective.objective, config.objective.beta, config.objective.temperature) == ("grpo", 0.04, 0.9)
     assert config.rollouts.reward[0] == "math" and config.rollouts.reward[1].startswith("regex?pattern=^<think>")
 
 
@@ -94,12 +101,19 @@ def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
         ({"quant_bits": 2}, "quant_bits: expected 4 | 8, got 2"),
         ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
         ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | rm | grpo, got 'ppo'"),
+        ({"rlhf_type": "gkd"}, "got 'gkd': --objective distill with --teacher learns a teacher's distributions"),
+        ({"task_type": "embedding"}, "task_type: expected seq_cls, got 'embedding': --objective embed trains"),
+        (
+            {"task_type": "seq_cls", "problem_type": "regression"},
+            "got 'regression': --objective classify learns labels",
+        ),
+        ({"cached_dataset": "a"}, "cached_dataset: no counterpart here: name the data with --data"),
         ({"truncation_strategy": "left"}, "truncation_strategy: expected delete | right | split, got 'left'"),
         ({"loss_scale": "default+hermes"}, "loss_scale: expected default | last_round | all, with"),
         ({"dataset": 3}, "dataset: expected names, got 3"),
         ({"dataset": "a/b#many"}, "dataset: a/b#many: expected name, name:subset"),
         ({"columns": "[1]"}, "columns: expected a table from old to new names"),
-        ({"external_plugins": "p.py"}, "settings that jaxglue does not know: external_plugins"),
+        ({"external_plugins": "p.py"}, "line 1: external_plugins: no counterpart here: name functions"),
     ],
 )
 def test_values_without_a_counterpart_are_named(tmp_path, settings, message):

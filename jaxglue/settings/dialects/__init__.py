@@ -3,6 +3,7 @@
 Most of their names are aliases beside our fields; this package has the rest.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,9 +21,11 @@ from jaxglue.settings.config import (
 )
 from jaxglue.settings.dialects.data_sets import with_our_data
 from jaxglue.settings.dialects.dataset_info import described_sources
-from jaxglue.settings.dialects.defaults import AXOLOTL, SWIFT, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.defaults import AXOLOTL, FACTORY_V1, SWIFT, TORCHTUNE, TRL, program_of
+from jaxglue.settings.dialects.factory_v1 import with_v1_settings
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
+    use_balance,
     use_chats,
     use_constant_rate,
     use_documents,
@@ -31,6 +34,7 @@ from jaxglue.settings.dialects.meaning import (
     use_room,
     use_tower,
     use_trackers,
+    use_whole_embedding,
     use_wider_moments,
 )
 from jaxglue.settings.dialects.rollouts import with_rollouts
@@ -41,6 +45,7 @@ from jaxglue.settings.spelling import nearest
 
 _logger = logging.getLogger(__name__)
 NO_FLAGS: Mapping[str, Any] = {}
+NO_LINES: Mapping[str, int] = {}
 _PREFERENCE = {"beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "desirable_weight", "rpo_alpha"}
 """Settings by which a recipe of TRL's without an objective is known to be one of preferences."""
 _UNKNOWN = "unknown, and by the name no part of what is computed: --strict refuses such settings"
@@ -49,7 +54,13 @@ _EVENTS = ("eval_steps", "save_steps", "logging_steps")
 
 
 def translate(
-    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any] = NO_FLAGS, *, strict: bool = False
+    recipe: Mapping[str, Any],
+    cls: type,
+    where: str,
+    flags: Mapping[str, Any] = NO_FLAGS,
+    *,
+    strict: bool = False,
+    lines: Mapping[str, int] = NO_LINES,
 ) -> Nested:
     """Return the values of another program's recipe by our groups and fields, those of groups one level down.
 
@@ -63,13 +74,15 @@ def translate(
         where: the beginning of errors.
         flags: given beside the recipe, by field; kinds among them win over the recipe's, and decide defaults.
         strict: refuse unknown settings, too, that by their names change nothing that is computed.
+        lines: those of the settings in the file, which errors name.
 
     Raises:
         ValueError: names all the settings that are not known, or whose values are not.
     """
     program = program_of(recipe)
-    given = _flat(recipe, where)
-    values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else ())
+    with _on_lines(where, lines):
+        given = _flat(recipe, where)
+        values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else (), lines)
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
     loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
@@ -79,7 +92,7 @@ def translate(
             "--objective dpo (or kto, orpo, reward, …)"
         )
     if wrong:
-        raise ValueError(where + "; ".join(wrong))
+        raise ValueError(where + "; ".join(_on_line(text, lines) for text in wrong))
     use_trackers(recipe, values)
     notes = [
         use_documents(given, values, program),
@@ -87,6 +100,8 @@ def translate(
         use_pieces(recipe, values, program),
         use_room(given, values) if program is not None else None,
         use_tower(recipe, values, program),
+        use_whole_embedding(values, program),
+        use_balance(recipe),
         use_wider_moments(recipe),
         use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"
@@ -94,25 +109,34 @@ def translate(
         else None,
         use_no_dropout(recipe, values, program),
     ]
-    lines = [*filter(None, notes), *_left_out(left_out)]
+    told = [*filter(None, notes), *_left_out(left_out)]
     if program is not None and (missing := program.missing(values, flags)):
-        lines.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
+        told.append(f"left unsaid, and {program.name} has no default for it, so as jaxglue has it: {missing}")
     if program is not None and (filled := list(program.fill(values, chosen_groups(cls, names_in(cls, values))))):
-        lines.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
-    if lines:
-        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in lines))
+        told.append(f"left unsaid, so as {program.name} {program.version} has it: {', '.join(filled)}")
+    if told:
+        _logger.warning("%s%s", where, "".join(f"\n  - {line}" for line in told))
     return values
 
 
 def _flat(recipe: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the recipe with names of its own program's alone by those of others or ours."""
-    readers = {TORCHTUNE.name: with_flat_settings, SWIFT.name: with_swift_settings}
+    readers = {
+        TORCHTUNE.name: with_flat_settings,
+        SWIFT.name: with_swift_settings,
+        FACTORY_V1.name: with_v1_settings,
+    }
     program = program_of(recipe)
     return recipe if program is None or program.name not in readers else readers[program.name](recipe, where)
 
 
 def _read(
-    recipe: Mapping[str, Any], cls: type, where: str, flags: Mapping[str, Any], harmless: tuple[str, ...]
+    recipe: Mapping[str, Any],
+    cls: type,
+    where: str,
+    flags: Mapping[str, Any],
+    harmless: tuple[str, ...],
+    lines: Mapping[str, int],
 ) -> tuple[Nested, dict[str, list[str]], list[str]]:
     """Return the translated values, the settings left out by reason, and a text for each that is wrong.
 
@@ -137,7 +161,7 @@ def _read(
                 _merge(values, CONVERTERS[key](value))
             elif key not in places and (refusal := refusal_of(chosen, key, kinds)):
                 if not _is_default(chosen, key, value):
-                    wrong.append(refusal)
+                    wrong.append(f"{key}: {refusal}")
             elif key in places:
                 group, field, kind = places[key]
                 if (read := kind.from_alias(key, value)) is not KEEP:
@@ -149,18 +173,38 @@ def _read(
             elif value is False or value is None or value in ("", [], {}):
                 left_out.setdefault("off", []).append(key)
             elif key in REFUSED:
-                unknown.append(f"{key} ({REFUSED[key]})")
+                wrong.append(f"{key}: no counterpart here: {REFUSED[key]}")
             elif key.startswith(harmless):
                 left_out.setdefault(_UNKNOWN, []).append(key)
             else:
-                unknown.append(f"{key}{nearest(key, places)}")
+                unknown.append(key)
         except ValueError as error:
             wrong.append(f"{key}: {error}")
         except (TypeError, AttributeError):
             wrong.append(f"{key}: a value of another type is expected, got {value!r:.100}")
     if unknown:
-        wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+        named = ", ".join(f"{key}{_place(key, lines)}{nearest(key, places)}" for key in unknown)
+        wrong.append(f"settings that jaxglue does not know: {named}. Remove them to go on")
     return values, left_out, wrong
+
+
+@contextlib.contextmanager
+def _on_lines(where: str, lines: Mapping[str, int]) -> Iterator[None]:
+    """Name the line of the setting that an error begins with, behind `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(where + _on_line(str(error).removeprefix(where), lines)) from None
+
+
+def _on_line(text: str, lines: Mapping[str, int]) -> str:
+    """Return an error that begins with a setting's name behind the line on which the file has it."""
+    line = lines.get(text.partition(":")[0])
+    return text if line is None else f"line {line}: {text}"
+
+
+def _place(key: str, lines: Mapping[str, int]) -> str:
+    return f" (line {lines[key]})" if key in lines else ""
 
 
 def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
@@ -170,10 +214,13 @@ def _left_out(reasons: Mapping[str, list[str]]) -> Iterator[str]:
         yield f"{change}: {', '.join(reasons[reason])} ({reason})"
 
 
-def foreign_kinds(recipe: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
+def foreign_kinds(
+    recipe: Mapping[str, Any], cls: type, where: str, lines: Mapping[str, int] = NO_LINES
+) -> dict[str, Any]:
     """Return the names of kinds in another program's recipe, by field; raise ValueError as `translate` does."""
-    given = _flat(recipe, where)
-    return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
+    with _on_lines(where, lines):
+        given = _flat(recipe, where)
+        return _kinds(cls, with_objective(with_rollouts(with_one_name(given), where), where))
 
 
 def _kinds(cls: type, recipe: Mapping[str, Any]) -> dict[str, Any]:

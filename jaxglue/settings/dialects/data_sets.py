@@ -12,25 +12,59 @@ from jaxglue.settings.config import is_jinja
 _FORMATS = {
     **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
     "bradley_terry.chat_template": "auto",
-    **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
+    **{"alpaca": "alpaca", "completion": "text", "pretrain": "text"},
     "input_output": "segments",
 }
 """Row formats by axolotl's types."""
-_SPLIT = ("completion", "pretrain")
-"""axolotl's types of texts, which it splits where they are longer than a row."""
+_TEXTS = ("completion", "pretrain")
+"""axolotl's types of texts without chats."""
 _SYSTEM = "{% if system %}### System:\n{{ system }}\n\n{% endif %}"
 _ORCA = (
     "{% if system_prompt %}### System:\n{{ system_prompt }}\n{% endif %}### Human:\n{{ question }}\n### Assistant:\n"
 )
 _INSTRUCT = (
-    "{% if input %}### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
+    "{% if row.get('input') %}### Instruction:\n{{ instruction }}\n\n### Input:\n{{ input }}\n\n### Response:\n"
     "{% else %}### Instruction:\n{{ instruction }}\n\n### Response:\n{% endif %}"
 )
-_CHAT = "USER: {{ instruction }}\n{% if input %}{{ input }}\n{% endif %}ASSISTANT:"
+_CHAT = "USER: {{ instruction }}\n{% if row.get('input') %}{{ input }}\n{% endif %}ASSISTANT:"
+_ALPACA = (
+    "Below is an instruction that describes a task{% if row.get('input') %}, paired with an input that provides "
+    "further context{% endif %}. Write a response that appropriately completes the request."
+)
+_QUESTIONS = (
+    "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response that appropriately and "
+    "concisely completes the request.\n\n"
+)
+_STYLES = {
+    "chat": (
+        "SYSTEM: {system}\n",
+        "USER: {{ instruction }}\n{{ input }}\nASSISTANT:",
+        "USER: {{ instruction }}\nASSISTANT:",
+    ),
+    "chatml": (
+        "<|im_start|>system\n{system}<|im_end|>\n",
+        "<|im_start|>user\n{{ instruction }}\n{{ input }}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n{{ instruction }}<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "phi": (
+        "<|system|>\n{system}<|end|>\n",
+        "<|user|>\n{{ instruction }}<|end|>{{ input }}<|assistant|>",
+        "<|user|>\n{{ instruction }}<|end|>\n<|assistant|>\n",
+    ),
+}
+"""Styles of Alpaca's prompt: its beginning, and the turn of a row with an input and of one without."""
 _CONTEXT = "Use the following contextual information to concisely answer the question.\n"
 _PATTERNS: dict[str, tuple[str, str]] = {
     "alpaca_w_system.load_open_orca": (_ORCA, "{{ response }}"),
     "alpaca_w_system.load_instruct": (_SYSTEM + _INSTRUCT, "{{ output }}"),
+    **{
+        f"alpaca:{style}": (
+            f"{head.replace('{system}', _ALPACA)}{{% if row.get('input') %}}{turn}{{% else %}}{short}{{% endif %}}",
+            "{{ output }}",
+        )
+        for style, (head, turn, short) in _STYLES.items()
+    },
+    "alpaca_chat.load_qa": (f"SYSTEM: {_QUESTIONS}\nUSER: {{{{ question }}}}\nASSISTANT:", "{{ answer }}"),
     **dict.fromkeys(("alpaca_w_system", "alpaca_w_system.load_chat"), (_SYSTEM + _CHAT, "{{ output }}")),
     "context_qa": (_CONTEXT + "USER: {{ article }}\n===\n{{ question }}\nASSISTANT:", "{{ answer }}"),
     "context_qa.load_v2": ("Context: {{ context }}\nQuestion: {{ question }}\n", "Answer: {{ answer }}"),
@@ -50,7 +84,7 @@ _ANSWERS = "chat_template.default"
 """axolotl's type of pairs of answers."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning that templates read."""
-_WEIGHTS = ("train", "training", "weight")
+_WEIGHTS = ("train", "training", "weight", "loss_weight")
 """Names of a message's key that says whether it is trained on."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 """Names of a message's keys that are read without renaming."""
@@ -139,10 +173,8 @@ def _stream(data: Any, values: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{key}: not here: leave it out")
         if (column := item.pop("text_column", "text")) != "text":
             item["field"] = column
-    names = data_sets("data")(items)["data"]["data"]
-    if not values.get("sample_packing"):
-        names = [name.replace("overlong=split", "overlong=truncate") for name in names]
-    return {"data": list(names), "format": "text", "streaming": True}
+    read = data_sets("data", long_texts="split" if values.get("sample_packing") else "truncate")
+    return {"data": list(read(items)["data"]["data"]), "format": "text", "streaming": True}
 
 
 _MIXTURES: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
@@ -172,18 +204,23 @@ def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, 
     return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 
-def data_sets(field: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a reader of axolotl's list of data sets into a field of [data]; it raises ValueError for other values."""
+def data_sets(field: str, long_texts: str = "split") -> Callable[[Any], dict[str, Any]]:
+    """Return a reader of axolotl's list of data sets; it raises ValueError for other values.
+
+    Args:
+        field: of [data], that gets the sources.
+        long_texts: treatment of texts without chats that are longer than a row.
+    """
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
             raise ValueError("expected a list of data sets, each with its path")
-        return {"data": {field: tuple(source for item in value for source in _sources(dict(item)))}}
+        return {"data": {field: tuple(source for item in value for source in _sources(dict(item), long_texts))}}
 
     return read
 
 
-def _sources(item: dict[str, Any]) -> list[str]:
+def _sources(item: dict[str, Any], long_texts: str) -> list[str]:
     """Return a data set's files, or its name on the hub, with the settings of its rows."""
     path, files, subset = item.pop("path"), item.pop("data_files", []), item.pop("name", None)
     for key in ("ds_type", *(key for key in ("trust_remote_code", "revision", "shards", "skip") if not item.get(key))):
@@ -194,11 +231,12 @@ def _sources(item: dict[str, Any]) -> list[str]:
     hub = not os.path.exists(path) and not Path(path).suffix and path.count("/") == 1
     names = [files] if isinstance(files, str) else files
     names = names or ["hf:" + ":".join(filter(None, [path, subset])) if hub else path]
-    options = "&".join(f"{key}={quote(value, safe='[]%:,=')}" for key, value in _row_options(path, item).items())
+    given = _row_options(path, item, long_texts)
+    options = "&".join(f"{key}={quote(value, safe='[]%:,=')}" for key, value in given.items())
     return [f"{name}?{options}" if options else str(name) for name in names]
 
 
-def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
+def _row_options(path: str, item: dict[str, Any], long_texts: str) -> dict[str, str]:
     """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
     options: dict[str, str] = {}
     kind = item.pop("type", "chat_template")
@@ -211,8 +249,8 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         raise ValueError(f"{path}: type: expected {' | '.join([*_FORMATS, *_PATTERNS])}, got {kind!r:.100}")
     elif _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
-    if kind in _SPLIT:
-        options["overlong"] = "split"
+    if kind in _TEXTS:
+        options["overlong"] = long_texts
     if (split := item.pop("split", "train")) != "train":
         options["split"] = str(split)
     names = {

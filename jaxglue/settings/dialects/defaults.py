@@ -101,6 +101,8 @@ class ForeignProgram:
             settings["alpha"] = self.alpha_by_rank * table.get("rank", settings["rank"])
         if objective in self.drops_out_nothing:
             settings["dropout"] = 0.0
+        if any("experts" in name for name in table.get("targets", ())):
+            del settings["exclude"]
         return settings
 
 
@@ -108,6 +110,8 @@ _OTHERS = {"warmup_ratio": {"warmup_steps"}, "eval_fraction": {"eval_data"}, "ep
 """Settings by whose presence the default of another has no meaning."""
 _PEFT_TARGETS = ("q_proj", "v_proj")
 """Layers that PEFT adapts in models with such names where a recipe names none."""
+_PEFT_EXCLUDES = ("experts",)
+"""Matrices that transformers 5 holds as parameters, which PEFT's targets, names of modules, leave out."""
 AXOLOTL = ForeignProgram(
     name="axolotl",
     version="0.18.0",
@@ -117,7 +121,7 @@ AXOLOTL = ForeignProgram(
         "run": {"epochs": 1},
         "data": {**_TRAINER["data"], "seq_len": 512, "overlong": "drop"},
     },
-    adapter={"dropout": 0.0, "targets": _PEFT_TARGETS},
+    adapter={"dropout": 0.0, "targets": _PEFT_TARGETS, "exclude": _PEFT_EXCLUDES},
     objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     batch=1,
     remarks={"warmup_ratio": " (at most 100 steps there)"},
@@ -132,10 +136,27 @@ LLAMA_FACTORY = ForeignProgram(
         "run": _TRAINER["run"],
         "data": {**_TRAINER["data"], "seq_len": 2048, "overlong": "truncate"},
     },
-    adapter={"rank": 8, "dropout": 0.0, "targets": ("all-linear",)},
+    adapter={"rank": 8, "dropout": 0.0, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
     alpha_by_rank=2.0,
     learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED), 5e-5),
     drops_out_nothing=_PAIRS,
+)
+FACTORY_V1 = ForeignProgram(
+    name="LLaMA-Factory v1",
+    version="0.9.6",
+    source="hiyouga/LLaMA-Factory: src/llamafactory/v1/config, src/llamafactory/v1/core/base_trainer.py",
+    settings={
+        "optimizer": {
+            **_TRAINER["optimizer"],
+            **{"schedule": "constant", "weight_decay": 0.01, "learning_rate": 1e-4},
+        },
+        "run": _TRAINER["run"],
+        "data": {**_TRAINER["data"], "seq_len": 2048, "overlong": "truncate"},
+    },
+    adapter={
+        **{"rank": 8, "alpha": 16.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
+    },
+    batch=1,
 )
 _TRL_RATES = {
     "sft": 2e-5,
@@ -150,8 +171,10 @@ TRL = ForeignProgram(
         "optimizer": _TRAINER["optimizer"],
         "run": _TRAINER["run"],
         "data": {**_TRAINER["data"], "seq_len": 1024, "overlong": "truncate", "loss_on": "completion"},
+        "model": {"router_balance_loss": 0.0},
     },
-    adapter={"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": _PEFT_TARGETS},
+    remarks={"router_balance_loss": " (0.001 of mixtures there)"},
+    adapter={"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": _PEFT_TARGETS, "exclude": _PEFT_EXCLUDES},
     learning_rates=_TRL_RATES,
     objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     drops_out_nothing=(*_PAIRS, *_SCORED),
@@ -171,7 +194,10 @@ UNSLOTH = ForeignProgram(
     adapter={"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": ("all-linear",)},
     learning_rates=dict.fromkeys(_TRL_RATES, 5e-5),
     objective={
-        **{name: {"importance_sampling_mode": "none", "use_bias_correction_kl": False} for name in _POLICY_GRADIENTS},
+        **{
+            name: {"beta": 0.001, "importance_sampling_mode": "none", "use_bias_correction_kl": False}
+            for name in _POLICY_GRADIENTS
+        },
         **_CPO,
     },
     batch=4,
@@ -202,13 +228,18 @@ SWIFT = ForeignProgram(
         "run": _TRAINER["run"],
         "data": {**_TRAINER["data"], "overlong": "drop"},
     },
-    adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",)},
+    adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
     learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *_POLICY_GRADIENTS), 1e-4),
     full_learning_rate=1e-5,
     objective={
         "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0},
         **{
-            name: {"beta": 0.1, "temperature": 0.9, "importance_sampling_mode": "none", "use_bias_correction_kl": False}
+            name: {
+                "beta": 0.04,
+                "temperature": 0.9,
+                "importance_sampling_mode": "none",
+                "use_bias_correction_kl": False,
+            }
             for name in _POLICY_GRADIENTS
         },
     },
@@ -217,7 +248,7 @@ SWIFT = ForeignProgram(
     drops_out_nothing=_PAIRS,
     rows="documents are as long as the model's positions",
 )
-PROGRAMS = (AXOLOTL, LLAMA_FACTORY, TRL, UNSLOTH, TORCHTUNE, SWIFT)
+PROGRAMS = (AXOLOTL, LLAMA_FACTORY, FACTORY_V1, TRL, UNSLOTH, TORCHTUNE, SWIFT)
 _OF_SWIFT = {
     *("tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "val_dataset", "quant_bits"),
     *("loss_scale", "truncation_strategy"),
@@ -225,6 +256,8 @@ _OF_SWIFT = {
 """Settings of ms-swift that the other programs do not have."""
 _OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "template", "lora_target", "val_size"}
 """Settings of LLaMA-Factory that the other programs do not have."""
+_OF_FACTORY_V1 = {"train_dataset", "dist_config", "kernel_config", "peft_config", "quant_config", "optim_config"}
+"""Those of its v1."""
 
 
 def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
@@ -233,6 +266,8 @@ def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:
         return TORCHTUNE
     if "base_model" in recipe:
         return AXOLOTL
+    if "model" in recipe and _OF_FACTORY_V1 & recipe.keys():
+        return FACTORY_V1
     if "model" in recipe and _OF_SWIFT & recipe.keys():
         return SWIFT
     if _OF_LLAMA_FACTORY & recipe.keys():

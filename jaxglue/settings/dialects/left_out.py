@@ -13,7 +13,7 @@ _REASONS = {
         *("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"),
         *("sample_packing_eff_est", "ignore_pad_token_for_loss", "preprocessing_batch_size", "buffer_size"),
         *("total_num_tokens", "data_shared_file_system", "dpo_padding_free"),
-        *("skip_prepare_dataset", "lazy_tokenize", "packing_length", "packing_num_proc"),
+        *("skip_prepare_dataset", "lazy_tokenize", "packing_length", "packing_num_proc", "batching_workers"),
     ),
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
@@ -50,7 +50,9 @@ _REASONS = {
         *("dpo_use_liger_kernel", "dpo_use_logits_to_keep", "precompute_ref_batch_size", "flash_attn_d512"),
         *("sdpa_varlen", "large_head_attention", "use_scattermoe", "use_sonicmoe", "liger_rms_norm_gated"),
         *("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "experts_impl", "moe_grouped_gemm"),
-        *("tuner_backend", "unsloth_force_compile", "unsloth_tiled_mlp"),
+        *("tuner_backend", "unsloth_force_compile", "unsloth_tiled_mlp", "llama4_linearized_experts"),
+        *("bias_activation_fusion", "apply_rope_fusion", "moe_token_dispatcher_type", "moe_permute_fusion"),
+        *("moe_shared_expert_overlap", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
@@ -72,6 +74,7 @@ _REASONS = {
     "--weights and --embeddings say where weights are": (
         *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
         *("max_memory", "offload_folder", "quantization_device_map", "offload_embedding"),
+        *("use_kt", "kt_cpu_activation", "kt_config"),
     ),
     "--memory-limit sets how much of the GPU the run takes": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
@@ -85,7 +88,7 @@ _REASONS = {
     ),
     "documents are shuffled anew each epoch, by --seed": (
         *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
-        *("data_seed", "shuffle"),
+        *("data_seed", "shuffle", "shuffle_buffer_size"),
     ),
     "--seq-len bounds prompt and answer together": ("max_prompt_length", "truncation_mode"),
     "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
@@ -99,6 +102,9 @@ _REASONS = {
         *("template", "chat_template", "tokenizer_use_mistral_common", "agent_template", "template_backend"),
     ),
     "Alpaca's prompt is a text here, which tokenizers of torchtune put into the turns of a chat": ("alpaca_dataset",),
+    "prompts and answers of these pairs are texts here, which tokenizers of torchtune put into the turns of a chat": (
+        "stack_exchange_paired_dataset",
+    ),
     "names of data sets are those of ModelScope there, of the Hugging Face hub here": ("modelscope",),
     "the first rows of a data set are read, where as many are drawn there": ("dataset_sample",),
     "embedding tables keep the rows of the model's files": (
@@ -137,7 +143,7 @@ _REASONS = {
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": (
         *("fp16", "pure_bf16", "upcast_layernorm", "upcast_lmhead_output", "fp32_norms", "cast_lm_head_to_fp32"),
-        *("embeddings_skip_upcast", "peft_autocast_adapter_dtype", "autocast_adapter_dtype"),
+        *("embeddings_skip_upcast", "peft_autocast_adapter_dtype", "autocast_adapter_dtype", "mixed_precision"),
     ),
     "no remote code is ever run": ("trust_remote_code",),
     "answers come from the model in training, by the engine of jaxglue generate": (
@@ -201,6 +207,9 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
     "shuffle_merged_datasets": (True,),
+    "task_type": ("CAUSAL_LM", "causal_lm", "FEATURE_EXTRACTION"),
+    "init_weights": (True, "true"),
+    "init_lora_weights": (True,),
     "dataset_kwargs": ({"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
 }
 """Values of settings without a counterpart by which a recipe asks for what is done anyway."""
@@ -209,6 +218,7 @@ CHANGES = {
     for name in (
         "template",
         "alpaca_dataset",
+        "stack_exchange_paired_dataset",
         "bos_token",
         "modelscope",
         "dataset_sample",
@@ -247,19 +257,44 @@ PYTHON = {
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
-    **dict.fromkeys(("fp8", "fp8_backend", "load_in_fp8"), "--matmul fp8 multiplies in FP8"),
-    **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
+    "moe_aux_loss_coeff": "--router-balance-loss weighs the mean of the layers' losses, not their sum",
     **dict.fromkeys(
-        ("qat", "quantizer", "qat_scheme"), "--serve-as trains an adapter for weights that are rounded when served"
+        ("qat", "quantizer", "qat_scheme"),
+        "--serve-as nvfp4 (nf4, mxfp4, q4_k_m) trains an adapter for weights that are rounded when served",
     ),
-    **dict.fromkeys(("teacher_model", "kd_loss", "kd_ratio"), "--objective distill learns from a teacher"),
+    **dict.fromkeys(
+        ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio", "teacher_adapters", "teacher_model_server"),
+        "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
+    ),
     "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
         ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro", "unfrozen_parameters"),
-        "weights are trained as adapters or all of them: --layers adapts some layers, --modules-to-save trains "
-        "embed_tokens and lm_head whole",
+        "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
+        "some layers, --modules-to-save trains embed_tokens and lm_head whole",
+    ),
+    **dict.fromkeys(
+        (
+            *("use_galore", "use_apollo", "use_badam", "relora", "lisa_n_layers", "lisa_activated_layers"),
+            *("use_adam_mini", "mixture_of_depths", "use_onebitllms", "llmcompressor"),
+        ),
+        "train adapters (--method lora, with --dora or --rslora) or all weights, by one of --optimizer",
+    ),
+    **dict.fromkeys(
+        ("pissa_init", "init_weights", "init_lora_weights", "loftq_config", "peft"),
+        "adapters begin at zero, as PEFT's do by default",
+    ),
+    **dict.fromkeys(
+        ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "enable_dft_loss", "ebft", "diffusion"),
+        "--objective names the losses that there are",
+    ),
+    "external_plugins": "name functions of Python's as they are here: --reward file.py:function, --environment",
+    **dict.fromkeys(
+        ("cached_dataset", "cached_val_dataset"), "name the data with --data: their tokens are kept in --cache-dir"
+    ),
+    **dict.fromkeys(
+        ("rope_scaling", "overrides_of_model_config"), "the model's config.json has it: copy the folder and edit it"
     ),
     "chat_template_kwargs": "write these values into a template, and name it with --chat-template",
     "sync_ref_model": "the reference is the model as training begins",

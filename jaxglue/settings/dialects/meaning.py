@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.settings.dialects.defaults import AXOLOTL, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL, UNSLOTH, ForeignProgram
+from jaxglue.settings.dialects.defaults import (
+    AXOLOTL,
+    FACTORY_V1,
+    LLAMA_FACTORY,
+    SWIFT,
+    TORCHTUNE,
+    TRL,
+    UNSLOTH,
+    ForeignProgram,
+)
 from jaxglue.settings.dialects.values import WIDER, Nested
 
 _PACKING = ("packing", "sample_packing", "neat_packing")
@@ -59,6 +68,8 @@ def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
 
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
+    if program is FACTORY_V1:
+        return "a chat is one document, where each of its answers is one there, with what precedes it"
     if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
@@ -103,6 +114,25 @@ def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram
             "--train-vision all adapts them all"
         )
     return None
+
+
+def use_whole_embedding(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Train the embedding whole where Unsloth's targets name it; return a line that says so."""
+    lora = values.get("lora", {})
+    if program is not UNSLOTH or "embed_tokens" not in lora.get("targets", ()):
+        return None
+    lora["targets"] = tuple(name for name in lora["targets"] if name != "embed_tokens")
+    lora["modules_to_save"] = tuple(dict.fromkeys((*lora.get("modules_to_save", ()), "embed_tokens")))
+    return "embed_tokens is trained whole, as there (--modules-to-save); --targets would adapt it"
+
+
+def use_balance(recipe: Mapping[str, Any]) -> str | None:
+    """Return a line about the loss of routers, which is one of all layers together there."""
+    if not any(recipe.get(name) for name in ("router_aux_loss_coef", "moe_aux_loss_coef")):
+        return None
+    return (
+        "--router-balance-loss weighs the mean of the layers' losses, where one of all layers' tokens is weighed there"
+    )
 
 
 def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxglue.settings.dialects.defaults import UNSLOTH, program_of
 from jaxglue.settings.dialects.values import Nested
 
 _NAMES = {
@@ -13,6 +14,9 @@ _NAMES = {
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 _LOSS = "dapo"
 """TRL's default."""
+_UNSLOTH_LOSS = "bnpo"
+_UNSLOTH_DAPO = {"mask_truncated_completions": True, "epsilon_high": 0.28}
+"""Settings that Unsloth gives TRL's loss of this name, whatever the recipe says."""
 _GENERATIONS = 8
 """TRL's default."""
 _REWARDS = {
@@ -45,7 +49,10 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
     if not _NAMES & values.keys():
         return dict(recipe)
     try:
-        values |= _objective(values) | _sizes(values)
+        of_unsloth = program_of(recipe) is UNSLOTH
+        if of_unsloth and "objective" not in values:
+            values |= _UNSLOTH_DAPO if values.setdefault("loss_type", _UNSLOTH_LOSS) == "dapo" else {}
+        values |= _objective(values) | _sizes(values, whole_groups=of_unsloth)
         if funcs := values.pop("reward_funcs", None):
             values["reward"] = _rewards(funcs, values.pop("reward_weights", None))
         if "epsilon" in values:
@@ -56,7 +63,10 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
             values["importance_sampling_mode"] = "none"
         for name, neutral in _SAMPLED.items():
             if values.pop(name, neutral[0]) not in neutral:
-                raise ValueError(f"{name}: training computes no log-probabilities of truncated distributions")
+                raise ValueError(
+                    f"{name}: answers are sampled from the whole distribution, whose log-probabilities are trained: "
+                    f"leave it out, or write {neutral[0]}"
+                )
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     return values
@@ -71,17 +81,16 @@ def _objective(values: Nested) -> Nested:
         return {"objective": named}
     if loss not in (None, *_LOSSES):
         raise ValueError(f"loss_type: expected {' | '.join(_LOSSES)}, got {loss!r:.100}")
-    if level == "token" or (level == "sequence" and loss == "luspo"):
-        return {"objective": loss or _LOSS}
-    if level != "sequence" or loss != "grpo":
-        raise ValueError(
-            f"importance_sampling_level: expected token, or sequence with loss_type grpo or luspo, got {level!r:.100}"
-        )
-    return {"objective": "gspo"}
+    if level == "sequence" and loss == "grpo":
+        return {"objective": "gspo"}
+    return {"objective": loss or _LOSS, **({} if level == "token" else {"importance_sampling_level": level})}
 
 
-def _sizes(values: Nested) -> Nested:
-    """Take sizes of batches out of the values, and return the answers and optimizer steps of a generation."""
+def _sizes(values: Nested, *, whole_groups: bool) -> Nested:
+    """Take sizes of batches out of the values, and return the answers and optimizer steps of a generation.
+
+    With `whole_groups` a batch that would hold part of a group of answers is one group, as Unsloth makes it.
+    """
     batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
     parts = values.pop(_PARTS, accumulated)
     count = values.get("num_generations", _GENERATIONS)
@@ -91,6 +100,8 @@ def _sizes(values: Nested) -> Nested:
         raise ValueError(f"{_BATCH}, {_STEPS}, {_PARTS}, num_generations: expected whole numbers above 0")
     if parts % accumulated:
         raise ValueError(f"{_PARTS}: expected a multiple of {_STEPS}, {accumulated}, got {parts}")
+    if whole_groups and batch is not None and batch * accumulated % count:
+        batch = count
     found = {_PARTS: parts // accumulated}
     if "generation_batch_size" not in values and batch is not None:
         unit = count * found[_PARTS]

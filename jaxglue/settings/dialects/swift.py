@@ -10,6 +10,16 @@ from jaxglue.settings.dialects.values import Nested
 
 _METHODS = {"lora": "lora", "full": "full"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm": "reward", "grpo": "grpo"}
+_ELSEWHERE = {
+    "gkd": "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
+    "ppo": "it needs a model of values: --objective grpo compares answers to a prompt instead",
+    "embedding": "--objective embed trains embeddings, by settings of its own and from rows of anchor and positive",
+    "reranker": "--objective rerank_score trains them, by settings of its own and from rows of query and documents",
+    "generative_reranker": "--objective rerank does, by settings of its own and from rows of query and documents",
+    "regression": "--objective classify learns labels, not numbers",
+}
+"""What to do for values without a counterpart."""
+_LABELS = ("single_label_classification", "multi_label_classification")
 _LOSSES = {"default": "assistant", "last_round": "last-turn", "all": "all"}
 _OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
 _BITS = {4: "nf4", 8: "int8"}
@@ -20,7 +30,8 @@ _RENAMED = {
     **{"adapters": "adapter", "target_regex": "target_modules", "lorap_lr_ratio": "loraplus_lr_ratio"},
     **{"split_dataset_ratio": "eval_fraction", "early_stop_interval": "early_stopping", "attn_impl": "flash_attn"},
     **{"swanlab_exp_name": "swanlab_name", "dynamic_sample": "dynamic_sampling"},
-    "overlong_filter": "mask_truncated_completions",
+    **{"overlong_filter": "mask_truncated_completions", "max_epochs": "num_train_epochs"},
+    **{"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
 }
 _ROOM = (
     *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
@@ -50,6 +61,8 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
         flat["modelscope"] = True
     if any("?rows=" in str(name) for name in flat.get("data", ())):
         flat["dataset_sample"] = True
+    if flat.get("objective") == "classify":  # whose texts are read as their labels' objective reads them
+        flat = {key: value for key, value in flat.items() if key not in ("format", "loss_on")}
     if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
         flat["max_prompt_length"] = flat.pop("max_length")
     return {"method": "lora"} | flat
@@ -57,7 +70,8 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
 
 def _one_of(known: Mapping[Any, str], value: Any) -> str:
     if not isinstance(value, str | int) or value not in known:
-        raise ValueError(f"expected {' | '.join(map(str, known))}, got {value!r:.100}")
+        remedy = f": {_ELSEWHERE[value]}" if isinstance(value, str) and value in _ELSEWHERE else ""
+        raise ValueError(f"expected {' | '.join(map(str, known))}, got {value!r:.100}{remedy}")
     return known[value]
 
 
@@ -108,6 +122,8 @@ def _targets(value: Any) -> Nested:
 
 _READERS: Mapping[str, Any] = {
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), lambda value: {"method": _one_of(_METHODS, value)}),
+    "task_type": lambda value: {} if value == "causal_lm" else {"objective": _one_of({"seq_cls": "classify"}, value)},
+    "problem_type": lambda value: {"problem_type": _one_of({kind: kind for kind in _LABELS}, value)},
     "rlhf_type": lambda value: {"objective": _one_of(_OBJECTIVES, value)},
     "dataset": lambda value: {"data": _sources(value)},
     "val_dataset": lambda value: {"eval_data": _sources(value)},

@@ -66,8 +66,12 @@ _BUILDERS = {
 }
 _SEVERAL = ("dataset", "dataset_val")
 """Parts of which a recipe may list several."""
-_NOTED = ("alpaca_dataset",)
+_PAIRED_TEXTS = "stack_exchange_paired_dataset"
+"""A builder of pairs whose prompts and answers are texts."""
+_NOTED = ("alpaca_dataset", _PAIRED_TEXTS)
 """Keys of a data set by which its note is found."""
+_FAMILIES = ("llama3_2_vision", "llama4", "flamingo")
+"""Names in builders of models whose families there are none of here."""
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SPLIT = "train"
 _ROOM = (
@@ -140,6 +144,8 @@ def _refuse_rest(table: Mapping[str, Any]) -> None:
 
 def _model(table: dict[str, Any]) -> Nested:
     name = _class_of(table)
+    if family := next((family for family in _FAMILIES if family in name), None):
+        raise ValueError(f"{name}: models of {family} are not read here: docs/models.md lists the families that are")
     if not name.startswith(("lora_", "qlora_")):
         _refuse_rest(table)
         return {"method": "full"}
@@ -229,6 +235,8 @@ def _dataset(table: dict[str, Any]) -> Nested:
         flat["system"] = system
     if builder.format == "alpaca":
         flat["alpaca_dataset"] = name
+    if name == _PAIRED_TEXTS:
+        flat[name] = name
     _refuse_rest(table)
     return flat
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from jaxglue.files.json_file import parse_json
 from jaxglue.settings.config import Kind
 from jaxglue.settings.dialects.data_sets import data_sets
 
@@ -54,8 +55,9 @@ WIDER = {
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
     """Return the recipe with one of the names that programs read beside each other.
 
-    axolotl's `lora_target_linear` contains any `lora_target_modules`; the trainer's `max_length` and `seed` decide over
-    those with which Unsloth loads a model and draws its adapters. TRL's list of losses to add has often one, or the
+    axolotl's `lora_target_linear` contains any `lora_target_modules`, and its `lora_target_parameters` name experts,
+    which get no adapters otherwise; the trainer's `max_length` and `seed` decide over those with which Unsloth loads a
+    model and draws its adapters. TRL's list of losses to add has often one, or the
     supervised one as the second.
     """
     values = dict(recipe)
@@ -76,14 +78,18 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
         values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
     if values.get("loss_type") in SUPERVISED:
         del values["loss_type"]
+    if values.get("num_labels") == 1:
+        del values["num_labels"]  # a score, as reward models have it
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
     if linear:
         values.pop("lora_target_modules", None)
-    if isinstance(experts := values.get("lora_target_parameters"), list) and (
-        linear or isinstance(modules, list | None)
-    ):
+    if isinstance(experts := values.get("lora_target_parameters"), list):
         del values["lora_target_parameters"]
-        values |= {} if linear else {"lora_target_modules": [*(modules or []), *experts]}
+        try:
+            named = [] if linear or modules is None else [*_targets(modules)["lora"]["targets"]]
+        except ValueError as error:
+            raise ValueError(f"lora_target_modules: {error}") from None
+        values |= {"exclude_modules": []} if linear else {"lora_target_modules": [*named, *experts]}
     _use_totals(values)
     for name, other in (("max_length", "max_seq_length"), ("seed", "random_state")):
         if values.get(name) is not None and "model_name" in values:
@@ -101,6 +107,8 @@ def _use_totals(values: Nested) -> None:
         del values["batch_size"]
         values.setdefault("gradient_accumulation_steps", max(total // micro, 1))
     settings = values.get("lr_scheduler_kwargs")
+    if isinstance(settings, str):  # of a command line
+        values["lr_scheduler_kwargs"] = settings = parse_json(settings, "lr_scheduler_kwargs")
     if isinstance(settings, dict) and settings.keys() == {"min_lr"}:
         with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # values that are refused as they are
             share = float(settings["min_lr"]) / float(values["learning_rate"])
@@ -176,20 +184,29 @@ def _adapter(value: Any) -> Nested:
     return {"model": {"method": "lora", **({"quantize": "nf4"} if value == "qlora" else {})}}
 
 
+def _checkpoints(value: Any) -> Nested:
+    """Return the checkpoints to keep; numbers below 1 bound none in transformers."""
+    number = Kind(scalar=int).read(value)
+    return {"run": {"keep_checkpoints": number}} if number > 0 else {}
+
+
 def _steps(value: Any) -> Nested:
     """Return the steps; -1 leaves them to the epochs."""
     return {} if value == -1 else {"run": {"steps": Kind(scalar=int).read(value)}}
 
 
 def _schedule(value: Any) -> Nested:
-    """Return the schedule; the names of variants with a floor and a warm-up stand for ours, which have both."""
-    names = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+    """Return the schedule; the names of variants with a floor and a warm-up stand for ours, which have both.
+
+    Cosine with restarts has one cycle, which is cosine, where its settings do not say more.
+    """
+    names = {"cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine", "constant_with_warmup": "constant"}
     return {"optimizer": {"schedule": names.get(value, value)}}
 
 
 def _schedule_settings(value: Any) -> Nested:
     if not isinstance(value, dict) or value.keys() - {"min_lr_rate"}:
-        raise ValueError(f"expected min_lr_rate alone, got {value!r:.100}")
+        raise ValueError(f"expected min_lr or min_lr_rate alone, got {value!r:.100}: --min-lr-ratio is the floor")
     return {"optimizer": {"min_lr_ratio": value.get("min_lr_rate", 0.0)}}
 
 
@@ -249,14 +266,17 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": data_sets("data"),
     "test_datasets": data_sets("eval_data"),
-    "dataset_text_field": lambda value: {"data": {"columns": f"text={value}"}} if value not in ("text", None) else {},
+    "dataset_text_field": lambda value: (
+        {"data": {"columns": f"text={value}"}} if value not in ("text", "", None) else {}
+    ),
     "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
     "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
+    "save_total_limit": _checkpoints,
+    **dict.fromkeys(("fp8", "load_in_fp8"), lambda value: {"model": {"matmul": "fp8"}} if value else {}),
     "warmup_steps": _warmup,
     "reward_model": _reward_model,
     "wandb_project": _wandb,
-    "num_labels": _only(1),
     "metric_for_best_model": _only("eval_loss", "loss", None),
     "greater_is_better": _only(False, None),
     **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), _targets),
