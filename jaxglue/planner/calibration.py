@@ -50,6 +50,8 @@ PEER_SHARE = Fitted(0.7, "of the data sheet's bytes/s", "H200", _UNRECORDED)
 """Rate of collectives."""
 TOWER_IN_STEPS = Fitted(1.35, "of the time of its images by the text's rates", "H200", "vision_planner_others.json")
 """Time of a vision tower that runs in each step: its rows have room for the images of the fullest."""
+TWO_PARTS = Fitted(1.28, "of the time of one tile of as many columns", "H200", "attention_images.json")
+"""Time of attention whose heads have a tile of two parts: those of 72 columns take 80% of one of 128."""
 FP8_GAIN = Fitted(1430 / 692, "of bf16 FLOP/s", "H200", "matmuls in a step")
 """Rate of FP8 matmuls in a step."""
 FEW_VALUES_GAIN = _grid(1.03, "of bf16 FLOP/s")

@@ -50,7 +50,8 @@ class TowerCost:
         """Return the time of an image, by the rates of a text's layers: matmuls, attention, and bytes between them."""
         tower, P = self.tower, self.patches
         linear, attention = self.flops
-        columns = sum(tile_columns(tower.head_dim, tower.head_dim))
+        first, rest = tile_columns(tower.head_dim, tower.head_dim)
+        columns = (first + rest) * fitted.TWO_PARTS if rest else first
         rate = fitted.ATTENTION["short", next((size for size in _HEADS if columns <= size), _HEADS[-1])].forward
         # Dimensions that fill a tile of heads cost as others do; every patch sees all of its image.
         attended = attention * (columns / tower.head_dim) * (1 + rate.waste / P) / (rate.share * gpu.matmul)
