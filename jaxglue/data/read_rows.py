@@ -269,6 +269,16 @@ def has_image(value: Any) -> bool:
     return isinstance(value, Mapping) and (value.get("image") is not None or bool(value.get("images")))
 
 
+def require_text(name: str, value: Any) -> Any:
+    """Return a text, or an object with an image; raise ValueError for another value."""
+    if has_image(value):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        what = "an empty text" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{name!r} must be a text, got {what}: mend the row, or take it out")
+    return value
+
+
 def _all_images(unit: UnitText) -> list[ImageRecord]:
     return [*unit.images, *(image for part in unit.parts for image in part.images)]
 
