@@ -295,7 +295,11 @@ def read_columns(
             remedy = "mend it, or leave out the column"
             if math.isnan(absent):
                 column, listed, _ = name.rpartition(".")
-                remedy = f"every row needs a list of numbers in {column!r}" if listed else "every row needs one"
+                remedy = (
+                    f"every row needs a list of numbers in {column!r}"
+                    if listed
+                    else "every row needs one, also in place of a name"
+                )
             raise ValueError(f"{origin}: {name!r} must be a finite number: {remedy}")
     return found
 

@@ -1,13 +1,12 @@
 """Row formats: detection, the texts, the chat or the answers of a row, and columns that a format does not use."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.messages import WEIGHTS, Chat, Clip, Video, content_texts, listed, read_chat, read_flag
+from jaxglue.data.messages import WEIGHTS, Chat, Clip, Video, content_texts, listed, number_of, read_chat, read_flag
 from jaxglue.files.json_file import parse_json
 
 if TYPE_CHECKING:
@@ -65,8 +64,6 @@ PAIRS = "preference"
 """Format of rows of two answers."""
 ANSWER_KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
-_LARGEST = 3e38
-"""Largest number of a column."""
 PAIR_COLUMNS: Columns = {"margin": 0.0}
 """Columns that every store of pairs holds: least differences of the answers' scores."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
@@ -300,17 +297,14 @@ def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
-    """Return a row's value of a column, `absent` without one, NaN for anything but a number of float32.
+    """Return a row's value of a column, `absent` without one, NaN for anything but a number.
 
     `labels.2` is the third value of the list `labels`.
     """
     value, (column, dot, place) = row.get(name), name.rpartition(".")
     if dot and isinstance(listed := row.get(column), list):
         value = listed[int(place)] if int(place) < len(listed) else absent
-    if value is None:
-        return absent
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    return float(value) if is_number else math.nan
+    return absent if value in (None, "") else number_of(value)
 
 
 def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:

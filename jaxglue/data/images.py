@@ -82,7 +82,10 @@ class ImageRules:
         """
         if not isinstance(content, Chat):
             if media:
-                raise ValueError("images need a chat: write the row as 'messages', or use a tokenizer of a chat model")
+                raise ValueError(
+                    "images need a chat: write the row as 'messages', or as 'question' and 'answer' for a tokenizer "
+                    "with a chat template"
+                )
             return content
         waiting = {kind: [each for each in media if _kind(each) == kind] for kind in TAGS}
         chat = content if content.images or not media else _at_tags(content, waiting)

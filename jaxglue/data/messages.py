@@ -1,5 +1,6 @@
 """Messages of chats in one form: role, text content, tool calls, and whether they are trained on."""
 
+import math
 from typing import Any, NamedTuple
 
 from jaxglue.files.json_file import parse_json, without_nulls
@@ -25,6 +26,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning."""
 WEIGHTS = ("weight", "train", "training", "loss_weight")
 """Keys of OpenAI and axolotl that say whether a message or a row is trained on."""
+_LARGEST = 3e38
+"""Largest number of a column."""
 _FLAGS = {"0": False, "1": True, "true": True, "false": False}
 
 
@@ -136,6 +139,15 @@ def read_flag(value: Any, name: str) -> bool:
     if flag is None:
         raise ValueError(f"{name!r} must be 0, 1, true or false, got {str(value)[:40]!r}")
     return flag
+
+
+def number_of(value: Any) -> float:
+    """Return a number of float32, which tables write as a text, also of a truth value; NaN for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if abs(number) <= _LARGEST else math.nan
 
 
 def from_json(value: Any, name: str) -> Any:

@@ -269,6 +269,16 @@ def has_image(value: Any) -> bool:
     return isinstance(value, Mapping) and (value.get("image") is not None or bool(value.get("images")))
 
 
+def require_text(name: str, value: Any) -> Any:
+    """Return a text, or an object with an image; raise ValueError for another value."""
+    if has_image(value):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        what = "an empty text" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{name!r} must be a text, got {what}: mend the row, or take it out")
+    return value
+
+
 def _all_images(unit: UnitText) -> list[ImageRecord]:
     return [*unit.images, *(image for part in unit.parts for image in part.images)]
 
@@ -308,53 +318,82 @@ def _add(columns: dict[str, list[float]], unit: UnitText, prefix: int, parts: li
         columns["text_size"] += sizes.lines[1::2] or none
 
 
+class _Run(NamedTuple):
+    """Parts of a unit that follow each other, and their tokens."""
+
+    unit: int
+    parts: range
+    tokens: range
+
+
 def share_beginnings(
     encoded: Encoded, longest: int, image: int | None = None
 ) -> tuple[Encoded, Int[np.ndarray, "parts"]]:
-    """Return units of the same beginning as one, of so many tokens at most, and the index that each part had before.
+    """Return units of at most so many tokens, and the index that each part had before.
 
-    Those with images behind it, by their token, stay by themselves.
+    Units of the same beginning become one, and longer ones several, unless a part is longer by itself. Units with
+    images behind their beginning, by their token, stay as they are.
     """
-    columns, counts, images = encoded.columns, encoded.columns["parts"].astype(np.int64), encoded.images
-    prefixes = columns["prefix"].astype(np.int64)
-    ends = np.cumsum(encoded.lengths.astype(np.int64))
-    starts = ends - encoded.lengths
-    groups: dict[bytes, list[int]] = {}
+    columns, images = encoded.columns, encoded.images
+    prefixes = columns["prefix"].astype(np.int64).tolist()
+    starts = np.cumsum([0, *encoded.lengths.tolist()]).tolist()
+    groups: dict[bytes, list[_Run]] = {}
     used: dict[bytes, int] = {}
-    for unit, (start, prefix) in enumerate(zip(starts.tolist(), prefixes.tolist(), strict=True)):
-        key = encoded.tokens[start : start + prefix].tobytes()
+    for run in _runs(encoded, longest, image):
+        unit, prefix = run.unit, prefixes[run.unit]
+        key = encoded.tokens[starts[unit] : starts[unit] + prefix].tobytes()
         key += b"" if images is None else images.digests[images.of_document(unit)].tobytes()
-        own = int(encoded.lengths[unit]) - prefix
-        apart = image is not None and (encoded.tokens[start + prefix : start + prefix + own] == image).any()
-        if not prefix or apart or used.get(key, prefix) + own > longest:
-            key += unit.to_bytes(8)  # by itself
-        groups.setdefault(key, []).append(unit)
-        used[key] = used.get(key, prefix) + own
-    firsts = np.cumsum(counts) - counts
-    order = np.concatenate([np.arange(firsts[u], firsts[u] + counts[u]) for units in groups.values() for u in units])
-    if len(groups) == len(counts):
+        apart = _has_image(encoded, run, image)
+        if not prefix or apart or used.get(key, prefix) + len(run.tokens) > longest:
+            key += run.parts.start.to_bytes(8)  # by itself
+        groups.setdefault(key, []).append(run)
+        used[key] = used.get(key, prefix) + len(run.tokens)
+    members = list(groups.values())
+    order = np.concatenate([run.parts for runs in members for run in runs])
+    leaders = [runs[0].unit for runs in members]
+    if leaders == list(range(len(prefixes))):
         return encoded, order
-    spans = [
-        span
-        for units in groups.values()
-        for span in (
-            np.arange(starts[units[0]], starts[units[0]] + prefixes[units[0]]),
-            *(np.arange(starts[unit] + prefixes[unit], ends[unit]) for unit in units),
-        )
-    ]
-    at, options = np.concatenate(spans), columns["options"].astype(np.int64)
+    beginnings = [range(starts[unit], starts[unit] + prefixes[unit]) for unit in leaders]
+    spans = [[begin, *(run.tokens for run in runs)] for begin, runs in zip(beginnings, members, strict=True)]
+    at = np.concatenate([np.arange(span.start, span.stop) for span in chain(*spans)])
+    options = columns["options"].astype(np.int64)
     before = np.cumsum(options) - options
     of_options = np.concatenate([np.arange(before[part], before[part] + options[part]) for part in order])
-    members = list(groups.values())
-    leaders = [units[0] for units in members]
-    found = {"prefix": columns["prefix"][leaders], "parts": np.array([counts[units].sum() for units in members])}
-    found["cut"] = np.array([columns["cut"][units].max() for units in members])
+    found = {"prefix": columns["prefix"][leaders], "parts": np.array([_count(runs, "parts") for runs in members])}
+    found["cut"] = np.array([max(columns["cut"][run.unit] for run in runs) for runs in members])
     found |= {name: columns[name][order] for name in ("kind", "size", "intro", "options")}
     found |= {name: columns[name][of_options] for name in ("gold", "label_size", "text_size")}
-    lengths = prefixes[leaders] + np.array([(encoded.lengths[units] - prefixes[units]).sum() for units in members])
+    lengths = [len(begin) + _count(runs, "tokens") for begin, runs in zip(beginnings, members, strict=True)]
     named = {name: values.astype(np.float32) for name, values in found.items()}
     shown = images and images.of_documents(leaders)
-    return Encoded(encoded.tokens[at], encoded.mask[at], lengths.astype(np.int32), named, images=shown), order
+    return Encoded(encoded.tokens[at], encoded.mask[at], np.array(lengths, np.int32), named, images=shown), order
+
+
+def _runs(encoded: Encoded, longest: int, image: int | None) -> Iterator[_Run]:
+    """Yield the parts of each unit, as many at a time as fit behind its beginning into so many tokens."""
+    counts, sizes = (encoded.columns[name].astype(np.int64).tolist() for name in ("parts", "size"))
+    prefixes, end, part = encoded.columns["prefix"].astype(np.int64).tolist(), 0, 0
+    for unit, (prefix, count, length) in enumerate(zip(prefixes, counts, encoded.lengths.tolist(), strict=True)):
+        whole = _Run(unit, range(part, part + count), range(end + prefix, end + length))
+        part, end = part + count, end + length
+        if length <= longest or _has_image(encoded, whole, image):
+            yield whole
+            continue
+        first, token, total = whole.parts.start, whole.tokens.start, 0
+        for each in whole.parts:
+            if total and prefix + total + sizes[each] > longest:
+                yield _Run(unit, range(first, each), range(token, token + total))
+                first, token, total = each, token + total, 0
+            total += sizes[each]
+        yield _Run(unit, range(first, part), range(token, token + total))
+
+
+def _has_image(encoded: Encoded, run: _Run, image: int | None) -> bool:
+    return image is not None and bool((encoded.tokens[run.tokens.start : run.tokens.stop] == image).any())
+
+
+def _count(runs: Sequence[_Run], of: str) -> int:
+    return sum(len(getattr(run, of)) for run in runs)
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> bytes:

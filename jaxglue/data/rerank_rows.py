@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.messages import listed
+from jaxglue.data.messages import listed, number_of
 from jaxglue.data.questions import YES_NO, Labels
-from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning, has_image
+from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning, has_image, require_text
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
@@ -64,8 +64,9 @@ class RerankEncoder(UnitEncoder):
 
     def unit(self, row: Mapping[str, Any]) -> UnitText:
         """Return a row's query and documents, with the label of each."""
-        if not (query := row.get("query")) or not (isinstance(query, Mapping) or query.strip()):
+        if (query := row.get("query")) is None:
             raise ValueError(f"a row of a reranker needs {_FORMS}; its keys are {listed(dict(row))}")
+        require_text("query", query)
         documents, labels = _documents(row)
         if self._compares and len(set(labels)) < 2:
             raise ValueError("all documents have the same label, so none is better than another: take the row out")
@@ -113,9 +114,9 @@ def _documents(row: Mapping[str, Any]) -> tuple[list[Any], list[float]]:
 
 
 def _label(value: Any) -> float:
-    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+    if not 0 <= (label := number_of(value)) <= 1:
         raise ValueError(f"a label is {value!r:.80}, expected 0 to 1")
-    return float(value)
+    return label
 
 
 def _texts(name: str, value: Any) -> list[Any]:

@@ -1,20 +1,22 @@
 """Rows of texts to compare: pairs, with negatives or without, and pairs with a similarity."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.messages import listed
-from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending, has_image
+from jaxglue.data.messages import listed, number_of
+from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending, require_text
 from jaxglue.data.store import TOKEN_BYTES
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2
 _ANCHORS, _POSITIVES = ("anchor", "query"), ("positive", "document")
 _SCORED = ("sentence1", "sentence2", "score")
-_FORMS = "anchor (or query) and positive, with negative or not; or sentence1, sentence2 and score"
+_FORMS = (
+    "anchor (or query) and positive, with negative or not; or sentence1, sentence2 and score for --embed-loss cosent"
+)
 
 
 class TextEncoder(UnitEncoder):
@@ -67,11 +69,10 @@ class TextEncoder(UnitEncoder):
         return PartText(pieces=pieces, kind=kind, gold=[gold], images=images)
 
     def _pair(self, row: Mapping[str, Any]) -> UnitText:
-        score = row.get("score")
-        if isinstance(score, bool) or not isinstance(score, int | float) or not np.isfinite(score):
+        if math.isnan(score := number_of(row.get("score"))):
             raise ValueError(f"'score' must be a number, a pair's similarity; the row's keys are {listed(dict(row))}")
         texts = [_named(row, (name, *others)) for name, others in (("sentence1", _ANCHORS), ("sentence2", _POSITIVES))]
-        return UnitText([], [self._part_text(kind, "", text, float(score)) for kind, text in enumerate(texts)])
+        return UnitText([], [self._part_text(kind, "", text, score) for kind, text in enumerate(texts)])
 
 
 def _negatives(row: Mapping[str, Any]) -> list[Any]:
@@ -83,7 +84,7 @@ def _negatives(row: Mapping[str, Any]) -> list[Any]:
     found = [row[name] for name in ("negative", "negatives", *numbered) if row.get(name) is not None]
     texts = [text for each in found for text in (each if isinstance(each, list) else [each])]
     for text in texts:
-        _require_text("negative", text)
+        require_text("negative", text)
     return texts
 
 
@@ -91,17 +92,7 @@ def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise ValueError(f"a row of texts needs {_FORMS}; its keys are {listed(dict(row))}")
-    return _require_text(name, row[name])
-
-
-def _require_text(name: str, value: Any) -> Any:
-    """Return a text, or an object with an image; raise ValueError for another value."""
-    if has_image(value):
-        return value
-    if not isinstance(value, str) or not value.strip():
-        what = "an empty text" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{name!r} must be a text, got {what}: mend the row, or take it out")
-    return value
+    return require_text(name, row[name])
 
 
 def end_texts(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -53,6 +53,11 @@ class ResidentBytes:
         return sum(self.trainable_layers) + sum(self.trainable_ends)
 
     @property
+    def state(self) -> int:
+        """Return the bytes of parameters that train and of their moments, as checkpoints hold them."""
+        return self.trainable + self.moments
+
+    @property
     def host_ends(self) -> int:
         """Return the bytes of embedding tables, tower and output projection in host memory."""
         return self.host_table + self.host_tower + self.host_head

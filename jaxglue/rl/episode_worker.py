@@ -21,7 +21,6 @@ import select
 import signal
 import socket
 import sys
-import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -130,7 +129,7 @@ class Holder:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            return {"error": described(error)}
+            return {"error": worker.described(error)}
 
     def _do_reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._columns = request["row"]
@@ -184,14 +183,14 @@ class Holder:
     def _do_reward(self, request: dict[str, Any]) -> dict[str, Any]:
         if not inspect.isfunction(getattr(type(self._environment), "get_reward", None)):
             return {"reward": None}
-        return {"reward": worker.as_number(self._awaited(self._environment.get_reward()))}
+        return {"reward": worker.as_number(self._awaited(self._environment.get_reward()), "get_reward")}
 
     def _do_judge(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the rewards of a function that reads the environment, as TRL's `environments`."""
         function = worker.load(request["file"], request["function"])
         columns = {**request["columns"], "environments": self._environment}
         (reward,) = worker.judge(function, {**request, "columns": columns})
-        return {"reward": worker.as_number(reward)}
+        return {"reward": worker.as_number(reward, request["function"])}
 
     def _do_state(self, request: dict[str, Any]) -> dict[str, Any]:
         if not saves_state(self._environment):
@@ -221,7 +220,7 @@ class Holder:
 
     def _turn(self) -> dict[str, Any]:
         """Return what a turn brought beside its results: a reward, and the episode's end."""
-        reward = worker.as_number(getattr(self._environment, "turn_reward", None))
+        reward = worker.as_number(getattr(self._environment, "turn_reward", None), "turn_reward")
         return {"turn_reward": reward, "over": getattr(self._environment, "end_episode", False) is True}
 
 
@@ -287,13 +286,6 @@ def _require_short(content: str | list[Any], name: str) -> None:
         content.encode()  # half a character of UTF-16 is none
 
 
-def described(error: BaseException) -> str:
-    """Return an error with the last line of a user's file that it comes through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
 def seed(text: str) -> None:
     """Seed the generators of Python and, where it is imported, numpy that environments share, for one episode."""
     random.seed(text)
@@ -343,7 +335,7 @@ def _serve(connection: socket.socket, make_environment: Callable[[], Any]) -> No
                 reply["again"] = _left() == begun
             body = json.dumps(reply, default=worker.plain, allow_nan=True)
         except Exception as error:
-            body = json.dumps({"error": described(error)})
+            body = json.dumps({"error": worker.described(error)})
         if os.getpid() != process:  # a tool forked, and its copy returned
             os._exit(0)
         connection.sendall(body.encode() + b"\n")
@@ -414,10 +406,18 @@ def describe(factories: Mapping[str | None, Any], options: Mapping[str, str]) ->
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a tool from its signature and docstring."""
+    """Return the schema of a tool from its signature and docstring.
+
+    Raises:
+        ValueError: an undocumented tool, or parameters whose types have no schema.
+    """
     from transformers.utils.chat_template_utils import get_json_schema
 
-    return get_json_schema(tool)
+    try:
+        return get_json_schema(tool)
+    except Exception as error:
+        help = "describe it and its parameters, or begin its name with _"
+        raise ValueError(f"{tool.__qualname__} is a tool: {help}: {error}") from None
 
 
 def _main() -> None:
@@ -441,7 +441,7 @@ def _main() -> None:
                     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # transformers would import it
                     reply["environments"] = describe(factories, request["options"]) if factories else None
             except BaseException as error:
-                reply = {"error": described(error)}
+                reply = {"error": worker.described(error)}
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing
             with socket.socket(fileno=sockets[0]) as connection:
                 connection.sendall(json.dumps(reply).encode() + b"\n")

@@ -9,8 +9,8 @@ from types import CodeType
 from typing import Any
 
 from jaxglue.rl.episode_process import EnvironmentKind
-from jaxglue.rl.episode_worker import describe, described, factories_of
-from jaxglue.rl.worker import reply
+from jaxglue.rl.episode_worker import describe, factories_of
+from jaxglue.rl.worker import described, reply
 from jaxglue.settings.dialects.rollouts import with_weights
 
 GIVEN = "given"

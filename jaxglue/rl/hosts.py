@@ -164,7 +164,7 @@ class GivenConnection:
                 self._holder = self._holder or episode_worker.Holder(self._make(), self._loop)
                 reply = json.loads(json.dumps(self._holder.answer({"do": do, **request}), default=worker.plain))
             except Exception as error:
-                reply = {"error": episode_worker.described(error)}
+                reply = {"error": worker.described(error)}
         if (reason := reply.get("error")) is not None:
             raise EpisodeDiedError(f"failed: {reason}")
         return reply

@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
@@ -49,8 +50,9 @@ def load(file: str, name: str, kinds: tuple[type, ...] = ()) -> Any:
     specification.loader.exec_module(module)
     found = getattr(module, name, None)
     if not (callable(found) or isinstance(found, kinds)):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(known) or 'none'}")
+        parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        known = [key for key, value in parts.items() if inspect.isfunction(value) or inspect.isclass(value)]
+        raise ValueError(f"{file} has no function or class {name!r}; it has {', '.join(known) or 'none'}")
     return found
 
 
@@ -153,15 +155,24 @@ def reply(request: dict[str, Any], find: Callable[[str, str], Callable[..., Any]
         rewards = judge(function, request)
         if "messages" in request:
             return {"reply": rewards[0] if isinstance(rewards[0], str | dict | list | None) else float(rewards[0])}
-        return {"rewards": [as_number(value) for value in rewards]}
+        return {"rewards": [as_number(value, request["function"]) for value in rewards]}
     except MemoryError:
         return {"limit": "its limit of memory"}
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f" ({Path(last.filename).name}:{last.lineno})" if last.filename != __file__ else ""
-        return {"error": f"{type(error).__name__}: {error}{where}"}
+        return {"error": described(error)}
+
+
+_OTHERS = ("<", str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Beginnings of the names of files that no user writes: frozen ones of the interpreter, and packages."""
+
+
+def described(error: BaseException) -> str:
+    """Return an error with the last line of a user's file that it comes through."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OTHERS)]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def plain(value: Any) -> Any:
@@ -178,11 +189,14 @@ def is_picture(value: Any) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def as_number(value: Any) -> float | None:
-    """Return a reward; texts of numbers are none."""
-    if isinstance(value, str | bytes):
-        raise TypeError(f"expected a number or None, got {value!r:.80}")
-    return None if value is None else float(value)
+def as_number(value: Any, name: str) -> float | None:
+    """Return the reward of a function or attribute of this name; texts of numbers are none."""
+    try:
+        if not isinstance(value, str | bytes):
+            return None if value is None else float(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{name}: expected a number or None, got {value!r:.80}")
 
 
 def _serve(memory: int) -> None:

@@ -84,9 +84,7 @@ def _encode_row(assistant: Assistant, row: Row, config: GenerateConfig) -> Promp
     chat = with_system(read_chat(messages, row.get("tools"), "messages", sees=True), row)
     assert isinstance(chat, Chat)
     chat = chat if config.system is None else chat.with_system(config.system)
-    return assistant.encode(
-        chat, [str(item) if isinstance(item, Path) else item for item in media], check="messages" in row
-    )
+    return assistant.encode(chat, media, check="messages" in row)
 
 
 def _image_folder(config: GenerateConfig) -> Path:

@@ -22,7 +22,7 @@ class GenerateConfig(AnsweringConfig):
     prompt_file: Path | None = None
     """File with one further prompt per line, - for standard input; in a .jsonl file, lines hold `prompt` or
     `messages`."""
-    image: tuple[Path, ...] = ()
+    image: tuple[str, ...] = ()
     """Image file before each prompt; repeatable."""
     output: Path | None = None
     """JSONL file for prompts and answers, - for standard output; by default answers are printed as they come."""

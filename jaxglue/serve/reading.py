@@ -10,6 +10,7 @@ from typing import Any
 from jaxglue.data.questions import make_question
 from jaxglue.data.read_rows import UnitText
 from jaxglue.data.store import Encoded
+from jaxglue.data.tokenizer import require_unicode
 from jaxglue.generation.reading import LoadedModel, PartReader, decisions, joined, judged, texts
 from jaxglue.objectives.reading import PartOutputs
 from jaxglue.serve.lanes import beside
@@ -84,6 +85,7 @@ class ReadService:
             units = await asyncio.to_thread(make, reader)
             texts = [text for unit in units for text in _texts(unit)]
             for text in texts:
+                require_unicode(text)
                 if reader.encoder.longest is None and len(text) > reader.limit:
                     await beside(len(text), require_short, reader.model.tokenizer, text, reader.limit)
             encoded = await beside(sum(map(len, texts)), reader.encode, units)

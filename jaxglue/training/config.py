@@ -342,7 +342,7 @@ class RunConfig(Config):
         Excludes("embeddings", _EACH_TOKEN, lambda place: place != "device"),
     ] = ()
     """Prompts to answer before and after training, and at each evaluation."""
-    sample_image: tuple[Path, ...] = ()
+    sample_image: Annotated[tuple[str, ...], Requires(("sample_prompt",), "it is shown with each of these")] = ()
     """Image file to show with each sample prompt; of several, each prompt is answered for each."""
     sample_tokens: PositiveInt = 48
     """Longest answer to a sample prompt, in tokens."""

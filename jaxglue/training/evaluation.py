@@ -21,7 +21,7 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.files.json_lines import read_steps, rewrite_lines
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.prompts import encode_prompt, render_messages
+from jaxglue.generation.prompts import render_messages
 from jaxglue.generation.scheduler import Request
 from jaxglue.generation.sight import Prompt, Sight
 from jaxglue.models.config import DecoderConfig
@@ -39,7 +39,7 @@ from jaxglue.training.progress import SHOWN
 from jaxglue.training.reading import evaluate_reads
 from jaxglue.training.run import Run
 from jaxglue.training.step import StepParts
-from jaxglue.vision.images import ImageSource, thumbnail
+from jaxglue.vision.images import thumbnail
 
 _LARGEST_EXPONENT = 700.0
 """A float64 whose exponential is finite."""
@@ -321,21 +321,15 @@ class Samples:
     """Answers the sample prompts of a run, on the console and in `samples.jsonl`."""
 
     def __init__(self, run: Run, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
-        """Encode the prompts.
+        """Make the engine that answers.
 
         Args:
             run, graphdefs: the run and its model.
             folder: of `samples.jsonl`; None on processes that write nothing.
             console: where to print.
-
-        Raises:
-            ValueError: the tokenizer has no chat template, or its template refuses a prompt.
         """
         self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
-        self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in run.samples.prompts}
-        self._images, self._rules = run.samples.images, run.data.images
-        if self._images and (self._rules is None or run.model.vision is None):
-            raise ValueError("--sample-image: the model sees no images in this run, of which the data have none")
+        self._prompts, self._images, self._rules = run.samples.prompts, run.samples.images, run.data.images
         self._stops = run.stops
         self._engine = Engine(graphdefs, run.model, dtype=run.dtype, attention=run.workload.attention)
         self._sampling = SamplingConfig(max_tokens=run.samples.tokens, temperature=0.0)
@@ -361,7 +355,7 @@ class Samples:
     @cached_property
     def _thumbnails(self) -> list[str]:
         """Return the image of each prompt for the run's page; empty for none."""
-        shown = [thumbnail(ImageSource(path=str(path)).read()) for path in self._images] or [""]
+        shown = [thumbnail(image.read()) for image in self._images] or [""]
         return [each for each in shown for _ in self._prompts]
 
     def _asked(self, trainable: Params, frozen: Params) -> list[tuple[str, Prompt]]:
@@ -371,14 +365,14 @@ class Samples:
         assert self._rules is not None
         sight = Sight(self._rules, self._engine, trainable, frozen, {})
         asked = []
-        for path in self._images:
+        for image in self._images:
             for text in self._prompts:
                 chat = Chat(
                     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}], None, []
                 )
                 template, rendered = render_messages(self._tokenizer, chat)
-                prompt = sight.encode(template, rendered, [ImageSource(path=str(path))])
-                asked.append((f"{path.name}: {text}", prompt))
+                prompt = sight.encode(template, rendered, [image])
+                asked.append((f"{Path(image.path).name or 'image'}: {text}", prompt))
         return asked
 
 

@@ -1,6 +1,6 @@
 """A run as it was decided before weights are loaded: its parts, each of which answers one question."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -22,6 +22,7 @@ from jaxglue.training.config import TrainConfig
 from jaxglue.training.optimizer import OptimizerConfig, warmup_steps
 from jaxglue.training.remat import Asked, RematChoice
 from jaxglue.training.vocabulary import Vocabulary
+from jaxglue.vision.images import ImageSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,10 +162,11 @@ class Cadence:
 class SamplePrompts:
     """Prompts to answer before and after training, and at each evaluation."""
 
-    prompts: tuple[str, ...] = ()
-    tokens: int = 48
+    prompts: Mapping[str, list[int]]
+    """Tokens of each, without an image."""
+    tokens: int
     """Of an answer, at most."""
-    images: tuple[Path, ...] = ()
+    images: Sequence[ImageSource]
     """Each is shown with each prompt."""
 
 

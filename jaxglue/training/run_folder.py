@@ -60,10 +60,10 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
         overwrite: its run is to be replaced (see `RunFolder.replacing`); nothing is moved or deleted here.
 
     Raises:
-        ValueError: the folder is in use, holds files of something else or symbolic links, or lacks a run to resume.
+        ValueError: the folder cannot be made or written, is in use, holds files of something else or symbolic links, or
+            lacks a run to resume.
     """
     _check_contents(path, resume=resume, overwrite=overwrite)
-    _check_links(path)
     with named_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
@@ -76,19 +76,20 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
 
 
 def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError where `output_folder` would, and for a folder that cannot be made or written; change nothing."""
+    """Raise ValueError where `output_folder` would; change nothing."""
     _check_contents(path, resume=resume, overwrite=overwrite)
-    _check_links(path)
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"output folder {path} cannot be made, as {nearest} is a file: choose another")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"output folder {path} cannot be written, for lack of permission in {nearest}: choose another")
-    if (path / _LOCK).exists():
-        with _locked(path):
-            pass
     if overwrite and path.is_dir() and not is_replaced(path):
         _check_replaceable(path)
+
+
+def warn_of_full_disk(path: Path, checkpoint: int) -> None:
+    """Warn where the disk of an output folder has less room than a checkpoint of so many bytes takes."""
+    folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if (free := shutil.disk_usage(folder).free) < checkpoint:
+        _log.warning(
+            "a checkpoint takes up to %.1f GB, and %s has %.1f GB free: make room, or name an --output on another disk",
+            *(checkpoint / 1e9, folder, free / 1e9),
+        )
 
 
 @contextlib.contextmanager
@@ -126,6 +127,15 @@ def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise ValueError("--resume and --overwrite exclude each other: leave one out")
     if (path.exists() or path.is_symlink()) and not path.is_dir():
         raise ValueError(f"output folder {path} is a file, or a link to nothing: choose another")
+    nearest = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise ValueError(f"output folder {path} cannot be made, as {nearest} is a file: choose another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"output folder {path} cannot be written, for lack of permission in {nearest}: choose another")
+    _check_links(path)
+    if (path / _LOCK).exists():
+        with _locked(path):
+            pass
     is_run = (path / _OWNER).exists()
     if resume and not is_run:
         raise ValueError(f"--resume: {path} holds no run to continue: check the folder, or start without --resume")

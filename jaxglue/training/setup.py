@@ -16,6 +16,7 @@ from jaxglue.data.reads import ReadTask
 from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.generation.prompts import encode_prompt
 from jaxglue.hf.adapter import warn_of_adapter_inside
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import check_weights
@@ -55,6 +56,8 @@ from jaxglue.training.workload import (
     settle,
     training_devices,
 )
+from jaxglue.vision.images import ImageSource, image_source
+from jaxglue.vision.records import record_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,7 +141,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
         batches=batches,
         eval_batches=eval_batches,
         cadence=Cadence(log=run.log_every, evaluate=evaluate, save=run.save_every or evaluate),
-        samples=SamplePrompts(prompts=run.sample_prompt, tokens=run.sample_tokens, images=run.sample_image),
+        samples=_samples(run, vocabulary.tokenizer, model, data),
         output=Output(
             folder=run.output,
             resume=run.resume,
@@ -225,6 +228,29 @@ def _with_tower_for(
     if processes.count > 1 and hears:
         raise ValueError("clips of audio are read by one process: start one, or leave out rows with clips")
     return _with_tower(model, base, hears=hears or data.stream is not None)
+
+
+def _samples(
+    run: RunConfig, tokenizer: "PreTrainedTokenizerBase", model: DecoderConfig, data: PreparedData
+) -> SamplePrompts:
+    """Return the prompts and images to answer while a run trains.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or its template refuses a prompt; an image that cannot be read,
+            or a model that sees none.
+    """
+    if run.sample_image and (data.images is None or model.vision is None):
+        raise ValueError("--sample-image: the model sees no images in this run, of which the data have none")
+    images = list[ImageSource]()
+    for value in run.sample_image:
+        assert data.images is not None
+        try:
+            images.append(image_source(value, Path()))
+            record_image(images[-1], data.images.processor, len(images))
+        except ValueError as error:
+            raise ValueError(f"--sample-image: {error}") from error
+    prompts = {prompt: encode_prompt(tokenizer, prompt) for prompt in run.sample_prompt}
+    return SamplePrompts(prompts=prompts, tokens=run.sample_tokens, images=images)
 
 
 def _tower_work(config: TrainConfig, data: PreparedData, processes: Processes) -> TowerWork | None:

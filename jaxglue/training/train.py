@@ -14,6 +14,7 @@ from jaxglue.hf.hub import is_hub_id
 from jaxglue.ops.backend import one_device_each
 from jaxglue.parts import pinned
 from jaxglue.planner.host_memory import HOST_LIMIT
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.settings.recipe import as_dict
 from jaxglue.terminal.console import Console
 from jaxglue.terminal.interrupt import GuardedOutput, Interrupt
@@ -32,7 +33,13 @@ from jaxglue.training.out_of_memory import (
 from jaxglue.training.progress import StartupTimer
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_rows
 from jaxglue.training.run import Run
-from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
+from jaxglue.training.run_folder import (
+    RunFolder,
+    check_inputs,
+    check_output,
+    shared_output_folder,
+    warn_of_full_disk,
+)
 from jaxglue.training.setup import resolve
 
 
@@ -119,8 +126,7 @@ def _train_in_folder(config: TrainConfig, columns: Columns, context: RunContext)
         identity = fingerprint(run)
         processes.agree("model and data", identity)
         context.timer.stage("data")
-        print_panel(console, "plan", plan_rows(run))
-        _explain(run, context)
+        _print_plan(run, "plan", context)
         output = RunFolder(path, overwrite=settings.overwrite, processes=processes)
         with closing(run.batches):
             return _train_as_planned(run, identity, output, context)
@@ -162,13 +168,16 @@ def _dry_run(config: TrainConfig, context: RunContext) -> None:
         from jaxglue.training.resuming import check_resumable  # with orbax
 
         check_resumable(run)
-    print_panel(context.console, "plan (dry run: nothing is trained)", plan_rows(run))
-    _explain(run, context)
+    _print_plan(run, "plan (dry run: nothing is trained)", context)
 
 
-def _explain(run: Run, context: RunContext) -> None:
-    """Print the reasons for automatic choices, where these are asked for."""
-    if run.asked.explain and context.processes.is_main:
+def _print_plan(run: Run, title: str, context: RunContext) -> None:
+    """Print the plan, and the reasons for automatic choices where these are asked for; warn of a full disk."""
+    print_panel(context.console, title, plan_rows(run))
+    if not context.processes.is_main:
+        return
+    warn_of_full_disk(run.output.folder, resident_bytes(run.workload).state)
+    if run.asked.explain:
         print_panel(context.console, "choices", run_reasons(run))
 
 

@@ -30,8 +30,8 @@ MAX_FRAMES = 768
 _PAIR = b"jaxglue: two frames\n"
 """Begins two frames of a video, the first one behind its length."""
 _DATA_URL = "data:"
-_LONGEST_NAME = 255
-"""Most characters that file systems take in a name."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Most characters that file systems take in a name, and Linux in a path."""
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits a value, which it would clip."""
 _IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
@@ -101,7 +101,7 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
     if isinstance(value, bytes | bytearray):
         return ImageSource(data=_bounded(bytes(value), a), kind=kind)
     if isinstance(value, Mapping):
-        if isinstance(value.get("bytes"), bytes | Mapping):
+        if value.get("bytes") and isinstance(value["bytes"], bytes | Mapping):
             return image_source(value["bytes"], folder, kind)
         if isinstance(value.get("base64"), str):
             return ImageSource(data=_decoded(value["base64"], a), kind=kind)
@@ -122,7 +122,7 @@ def image_source(value: Any, folder: Path | None, kind: Kind = "image") -> Image
         raise ValueError(f"{value[:80]!r}: {kind}s are not fetched from the network: download it, and name the file")
     if folder is None:
         raise ValueError(f"{value[:80]!r}: files are not read here: send a data: URL with base64")
-    if len(max(value.split("/"), key=len)) > _LONGEST_NAME:
+    if len(value) > _LONGEST_PATH or len(max(value.split("/"), key=len)) > _LONGEST_NAME:
         raise ValueError(f"{value[:40]!r}… is no path: base64 goes under 'base64', or in a data: URL")
     return ImageSource(path=str(folder / value.removeprefix("file://")), kind=kind)
 

@@ -22,6 +22,7 @@ from jaxglue.data.tokenize import encode_here
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.rl.pack import Group, TrainedAnswer, pack_groups
 from jaxglue.rl.prompts import read_prompts
+from jaxglue.vision.images import image_source
 from jaxglue.vision.processor import Grid, Processor
 from jaxglue.vision.rows import RowImages, image_positions
 
@@ -133,12 +134,17 @@ def load_tokenizer_of(data, prepare):
         ({"images": ["https://example.org/a.png"]}, "not fetched from the network"),
         ({"videos": ["a.mp4"]}, "1 videos in its columns, and 0 places"),
         ({"images": ["iVBORw0KGgo" * 30]}, "is no path: base64 goes under 'base64'"),
+        ({"images": ["iVBORw0KGgo/" * 400]}, "is no path: base64 goes under 'base64'"),
     ],
 )
 def test_rows_that_cannot_be_seen_are_named(prepare, urls, change, message):
     row = {"messages": [{"role": "user", "content": [{"type": "image"}]}, TEXT[1]], "images": urls[:1]} | change
     with pytest.raises(ValueError, match=message):
         prepare(row)
+
+
+def test_an_image_without_bytes_is_at_its_path(tmp_path):
+    assert image_source({"bytes": b"", "path": "a.png"}, tmp_path).path == str(tmp_path / "a.png")
 
 
 def test_tags_and_images_of_other_numbers_are_refused(prepare, urls):

@@ -80,7 +80,7 @@ def test_scores_of_a_peft_classifier_equal_transformers(make_tokenizer, monkeypa
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [("label", 3, r"'label' is 3, expected a whole number from 0 to 2: mend it, or raise --num-labels"),
-     ("label", np.nan, "'label' must be a finite number: every row needs one"),
+     ("label", np.nan, "'label' must be a finite number: every row needs one, also in place of a name"),
      ("labels.1", np.nan, "'labels.1' must be a finite number: every row needs a list of numbers in 'labels'"),
      ("labels.1", 2, r"'labels.1' is 2, expected a whole number from 0 to 1: mend it$")],
 )  # fmt: skip

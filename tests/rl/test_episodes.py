@@ -485,8 +485,8 @@ FAULTS = {
     "huge": "failed: OverflowError",
     "nan": "failed: a reward must be a finite number or None, got nan",
     "infinite": "failed: a reward must be a finite number or None, got -inf",
-    "text": "failed: TypeError: expected a number or None, got '1'",
-    "list": "failed: TypeError",
+    "text": "failed: TypeError: get_reward: expected a number or None, got '1'",
+    "list": "failed: TypeError: get_reward: expected a number or None, got [",
     "state": "failed: TypeError",
 }
 
@@ -508,7 +508,7 @@ CALLS = {
     "unsaid": (None, "failed: ValueError"),
     "wordless": ("{'error': \"'NoneType' object is not callable\"}", None),
     "deep": ("{'error': 'maximum recursion depth exceeded'}", None),
-    "odd": (None, "failed: TypeError: expected a number or None, got 'much'"),
+    "odd": (None, "failed: TypeError: turn_reward: expected a number or None, got 'much'"),
     "blocks": ("ab", None),
     "garble": (None, "replied with something else than an object of JSON"),
     "closing": (None, "ended its process with status 0"),
@@ -628,14 +628,20 @@ def test_processes_serve_one_episode_after_another(play, games):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Bare", "undocumented"),
+        ("Bare", r"Bare\.undocumented is a tool: describe it and its parameters, .* has no docstring!$"),
         ("Unset", "Unset has no method reset"),
-        ("absent", "has no function 'absent'"),
+        ("absent", "has no function or class 'absent'; it has .*Bare"),
     ],
 )
 def test_what_is_no_environment_is_refused(games, name, message):
     with pytest.raises(ValueError, match=message):
         Judge(RolloutConfig(environment=f"{games}:{name}", reward=("exact",)))
+
+
+def test_a_file_with_an_error_is_told_by_its_own_line(tmp_path):
+    (tmp_path / "shop.py").write_text("class Shop:\n    def reset(self)\n        pass\n")
+    with pytest.raises(ValueError, match=r"shop.py:Shop: SyntaxError: .* \(shop.py, line 2\)$"):
+        Judge(RolloutConfig(environment=f"{tmp_path}/shop.py:Shop", reward=("exact",)))
 
 
 @pytest.mark.parametrize("counts", [(1, 3, 6), repeat((2, 4, 5, 7))])

@@ -23,6 +23,7 @@ from jaxglue.rl.sampler import Sample
 
 FILE = """
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -95,6 +96,10 @@ def nan(completion):
 
 def wrong(completion):
     return {}["key"]
+
+
+def unread(completion):
+    return json.loads("{")
 
 
 def slow(completion):
@@ -213,6 +218,7 @@ def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_col
         ("nan", "nan of prompts.jsonl:4: expected finite numbers or None, got nan"),
         ("conversation", "conversation: ValueError: nothing is given for its parameter messages; there are prompt, "),
         ("wrong", r"wrong of prompts.jsonl:4: KeyError: 'key' \(rewards.py:\d+\)"),
+        ("unread", r"unread of prompts.jsonl:4: JSONDecodeError: .* \(rewards.py:\d+\)"),
         ("leave", "leave of prompts.jsonl:4: it ended its process with status 3"),
         ("leave_by_exit", "leave_by_exit of prompts.jsonl:4: SystemExit: 3"),
         ("fault", "fault of prompts.jsonl:4: its process was ended by SIGSEGV"),
@@ -222,9 +228,9 @@ def test_functions_of_any_names_judge_all_answers_at_once_and_messages_are_a_col
             "text_of_numbers",
             "text_of_numbers of prompts.jsonl:4: TypeError: expected a list of numbers or None, got '1",
         ),
-        ("texts", "texts of prompts.jsonl:4: TypeError: expected a number or None, got '1'"),
+        ("texts", "texts of prompts.jsonl:4: TypeError: texts: expected a number or None, got '1'$"),
         ("a_dict", "a_dict of prompts.jsonl:4: TypeError: "),
-        ("absent", "has no function 'absent'; it has .*single"),
+        ("absent", "has no function or class 'absent'; it has .*single"),
         ("single?scal=2", "rewards.py:single: ValueError: no parameter scal; it has prompt, completion, wanted, scale"),
     ],
 )
@@ -312,7 +318,7 @@ def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path
     with closing(Judge(half)) as judge, pytest.raises(ValueError, match=r"prompts.jsonl:4 failed: a text holds half"):
         replies(judge, said)
     absent = replace(config, environment=f"{tmp_path}/rewards.py:absent")
-    with pytest.raises(ValueError, match=r"--environment .*has no function 'absent'"):
+    with pytest.raises(ValueError, match=r"--environment .*has no function or class 'absent'"):
         Judge(absent)
     with pytest.raises(ValueError, match=r"--environment exact: expected a class or function of a file"):
         Judge(replace(config, environment="exact"))

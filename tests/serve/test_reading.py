@@ -147,6 +147,7 @@ def test_openai_decisions_answer_in_order_with_values_of_their_types(client):
         ("systemone", {"state": "", "questions": QUESTIONS}, "'state' is missing"),
         ("systemone", {"state": "x", "questions": {"a": {"type": "pick"}}}, "question 'a': type 'pick' is none"),
         ("systemone", {"state": "x", "questions": QUESTIONS, "model": "other"}, "model 'other' is not served"),
+        ("systemone", {"state": "a\ud800", "questions": QUESTIONS}, "half of a surrogate pair"),
         (
             "decisions",
             {"input": "x", "questions": [{"type": "noul"}]},
@@ -158,11 +159,13 @@ def test_openai_decisions_answer_in_order_with_values_of_their_types(client):
         ("embeddings", {"input": [[10**6]]}, "outside of the vocabulary"),
         ("rerank", {"query": "x", "documents": ["a", " "]}, r"documents\[1\] must be a text"),
         ("rerank", {"query": "", "documents": ["a"]}, "query must be a text"),
+        ("rerank", {"query": "x", "documents": ["\ud800"]}, "half of a surrogate pair"),
+        ("embeddings", {"input": ["\ud800"]}, "half of a surrogate pair"),
         ("chat/completions", {"messages": []}, "is not served"),
     ],
 )
 def test_bad_requests_are_refused_by_field(client, path, body, message):
-    response = client.post(f"/v1/{path}", json=body)
+    response = client.post(f"/v1/{path}", content=json.dumps(body))
     assert response.status_code in (400, 404)
     assert re.search(message, response.json()["error"]["message"])
 
@@ -348,6 +351,21 @@ def test_a_state_of_many_tokens_is_refused_before_it_is_encoded(client, service,
     monkeypatch.setattr(PartReader, "encode", lambda *_: pytest.fail("it was encoded"))
     reply = ask(client, state="word " * 400_000, questions=QUESTIONS)
     assert reply.status_code == 400 and "more than" in reply.text, reply.text
+
+
+def test_many_questions_of_one_state_are_several_rows(model, monkeypatch):
+    reader = PartReader(model, {"kind": "decide"})
+    asked = {f"{name} {n}": each for n in range(5) for name, each in read_questions(QUESTIONS).items()}
+    encoded = reader.encode(decisions(reader, [("a state", asked), ("another", dict(list(asked.items())[:2]))]))
+    wanted, longest, read, dataset = reader.read(encoded), 2 * int(encoded.lengths[1]), [], PartReader._dataset
+    monkeypatch.setattr(PartReader, "_dataset", lambda self, each: read.append(each) or dataset(self, each))
+    reader.row = longest
+    found = reader.read(encoded)
+    assert read[0].lengths.max() <= longest < encoded.lengths[0] and read[0].columns["parts"].sum() == 17
+    np.testing.assert_array_equal(found.units, wanted.units)
+    np.testing.assert_array_equal(found.parts, wanted.parts)
+    np.testing.assert_allclose(found.outputs, wanted.outputs, atol=1e-4)
+    np.testing.assert_array_equal(found.values["kinds"], wanted.values["kinds"])
 
 
 def test_an_error_of_the_model_ends_the_service_and_all_who_wait(model, monkeypatch):

@@ -1,6 +1,7 @@
 """A dry run refuses what the run would refuse before it trains, and changes nothing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from flax import nnx
@@ -39,8 +40,15 @@ def test_unusable_folders_are_refused(make_config, changes, message):
 
 def test_folders_that_cannot_be_made_are_refused(make_config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be made, as .*file is a file"):
-        train(make_config(output=tmp_path / "file" / "run", dry_run=True))
+    output = tmp_path / "file" / "run"
+    refused_alike(lambda **more: make_config(output=output, **more), "cannot be made, as .*file is a file")
+
+
+@pytest.mark.parametrize(("free", "is_told"), [(0, True), (1e9, False)])
+def test_a_disk_without_room_for_a_checkpoint_is_told(make_config, monkeypatch, caplog, free, is_told):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    train(make_config(dry_run=True))
+    assert ("a checkpoint takes up to 0.0 GB, and " in caplog.text) == is_told
 
 
 def test_a_folder_in_use_or_with_a_run_is_refused(make_config, tmp_path):

@@ -25,13 +25,14 @@ def test_new_folder_is_created(tmp_path):
 
 
 def test_folder_in_use_names_its_process(tmp_path):
-    with (
-        output_folder(tmp_path / "run") as folder,
-        pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on .*: wait for it, stop it, or choose"),
-        output_folder(folder),
-    ):
-        pass
-    with output_folder(folder):
+    message = rf"in use by process {os.getpid()} on .*: wait for it, stop it, or choose"
+    with output_folder(tmp_path / "run") as folder:
+        for written in (False, True):
+            if written:
+                (folder / "metrics.jsonl").touch()
+            with pytest.raises(ValueError, match=message), output_folder(folder):
+                pass
+    with output_folder(folder, resume=True):
         pass
 
 
@@ -79,7 +80,7 @@ def test_file_is_refused(tmp_path):
     for name in ("file", "link"):
         with pytest.raises(ValueError, match="is a file, or a link to nothing"):
             output_folder(tmp_path / name).__enter__()
-    with pytest.raises(OSError, match=r"file/below could not be written"):
+    with pytest.raises(ValueError, match=r"file/below cannot be made, as .*file is a file: choose another"):
         output_folder(tmp_path / "file/below").__enter__()
 
 

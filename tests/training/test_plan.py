@@ -58,3 +58,10 @@ def test_plan_says_that_plain_texts_need_no_template(make_config, write_jsonl):
     rows = plan_rows(resolve(make_config(data=(write_jsonl([{"text": "One and one is two."}] * 9, "texts.jsonl"),))))
     assert rows["template"].startswith("not used, as rows are plain text; answers end with <")
     assert rows["loss on"] == "every token"
+
+
+def test_sample_prompts_are_rendered_before_weights_are_loaded(make_config, model_folder, write_jsonl):
+    (model_folder / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    config = make_config(sample_prompt=("Hello",), data=(write_jsonl([{"text": "Hello there"}] * 4, "texts.jsonl"),))
+    with pytest.raises(ValueError, match="no user"):
+        resolve(config)

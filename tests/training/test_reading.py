@@ -12,6 +12,7 @@ from jaxglue.generation.reading import LoadedModel, PartReader, find_record, tex
 from jaxglue.hf.reading import SENTENCE_FILES
 from jaxglue.serve.config import EmbedConfig
 from jaxglue.serve.measured import embedded_rows, mined_rows
+from jaxglue.training.setup import resolve
 
 QUESTIONS = {
     "good": {"type": "noul", "instructions": "Was it good?"},
@@ -127,15 +128,36 @@ def test_rerankers_are_trained_and_measured(with_weights, write_jsonl, tmp_path,
 
 
 @pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({"objective": "classify"}, {"text": "a", "label": 1}),
+        ({"objective": "rerank"}, {"query": "a", "document": "b", "label": 0.5}),
+        ({"objective": "embed", "embed_loss": "cosent"}, {"sentence1": "a", "sentence2": "b", "score": 4.5}),
+        ({"objective": "reward"}, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.25}),
+    ],
+)
+def test_numbers_of_tables_are_those_of_json(make_config, write_jsonl, tmp_path, settings, row):
+    rows = [row, row | {list(row)[-1]: 0}]
+    lines = [",".join(map(str, line)) for line in ([*row], *(each.values() for each in rows))]
+    (tmp_path / "rows.csv").write_text("".join(f"{line}\n" for line in lines))
+    paths = write_jsonl(rows, "rows.jsonl"), str(tmp_path / "rows.csv")
+    ours, table = (resolve(make_config(data=(path,), **settings)).data.train.store for path in paths)
+    assert ours.info["digest"] == table.info["digest"]
+
+
+@pytest.mark.parametrize(
     ("objective", "row", "message"),
     [
         ("embed", {"query": "a", "positive": "b", "negative": "b"}, "a negative is equal to the positive"),
         ("embed", {"query": "a", "positive": " "}, "'positive' must be a text, got an empty text"),
         ("embed", {"query": "a"}, "a row of texts needs"),
+        ("embed", {"sentence1": "a", "sentence2": "b", "score": 1}, "score for --embed-loss cosent; its keys"),
         ("rerank", {"query": "a", "documents": ["b", ""], "labels": [1, 0]}, "document 2 is empty"),
         ("rerank", {"query": "a", "positive": "b", "negative": ["b"]}, "a negative is equal to the positive"),
         ("rerank", {"query": "a", "documents": ["b", "c"], "labels": [1]}, "'labels' must be a list of 2 numbers"),
         ("rerank", {"query": "a", "document": "b", "label": 2}, "a label is 2, expected 0 to 1"),
+        ("rerank", {"query": " ", "document": "b", "label": 1}, "'query' must be a text, got an empty text"),
+        ("rerank", {"query": 7, "document": "b", "label": 1}, "'query' must be a text, got int"),
         ("decide", {"state": "a", "questions": QUESTIONS, "gold": {}}, "question 'good': no gold answer"),
     ],
 )

@@ -94,6 +94,23 @@ def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folde
             np.testing.assert_array_equal(base[name], merged[name])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sample_image": ["none.png"]}, "--sample-image: image none.png: No such file"),
+        ({"sample_image": ["rows.jsonl"]}, "--sample-image: image 1 rows.jsonl: no image that can be read"),
+        ({"sample_image": ["https://example.org/a.png"]}, "--sample-image: .* not fetched from the network"),
+        ({"sample_image": ["none.png"], "data": ["texts.jsonl"]}, "--sample-image: the model sees no images"),
+        ({"sample_image": ["none.png"], "sample_prompt": []}, "--sample-image none.png needs --sample-prompt"),
+    ],
+)
+def test_sample_images_are_checked_before_weights_are_loaded(folder, tmp_path, monkeypatch, settings, message):
+    monkeypatch.chdir(folder)
+    (folder / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
+    with pytest.raises(ValueError, match=message):
+        resolve(config_of(folder, tmp_path / "run", **{"sample_prompt": ["What?"], **settings}))
+
+
 def test_a_session_sees_the_images_of_its_rows(folder, tmp_path):
     make_seeing(tmp_path / "model", "full_attention", depth=1)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
