@@ -43,6 +43,7 @@ from jaxglue.generation.programs import (
     place_of,
     sharding_of,
 )
+from jaxglue.generation.prompt_programs import PromptPrograms
 from jaxglue.generation.sampling import Features, Sampled
 from jaxglue.generation.scheduler import Finish, PageCopy, Request, Scheduler, SchedulerOutput, Sequence, Tokens
 from jaxglue.generation.window_sizes import WindowSizes
@@ -151,7 +152,7 @@ class Engine:
         self._model = graphdefs, config, dtype, attention
         self._fp8_layers = [True] * len(graphdefs.layers)
         self._programs = self._make_programs()
-        self._sizes = dict[Any, SizesByKind]()
+        self._kinds = dict[Any, _Kind]()
         self._compiler = ThreadPoolExecutor(_COMPILERS, "windows")
         self._plan: CachePlan | None = None
         self.compilations = self._programs.compilations
@@ -162,7 +163,7 @@ class Engine:
             self._fp8_layers = list(layers)
             self._programs = self._make_programs()
             self.compilations = self._programs.compilations
-            self._sizes.clear()
+            self._kinds.clear()
 
     def _make_programs(self) -> EnginePrograms:
         with rounding_as_written(self._as_written or self._exact), products_of(self._dtype):
@@ -281,9 +282,9 @@ class Engine:
 
     def wait(self) -> None:
         """Wait for programs that are compiled beside the answers, as measurements do."""
-        for by_kind in self._sizes.values():
-            for sizes in by_kind.values():
-                sizes.wait()
+        for kind in self._kinds.values():
+            for compiled in kind.all:
+                compiled.wait()
 
     def _run(
         self, trainable, frozen, requests, stop, *, memory=None, slots=None, plan=None, until=None, whole=None
@@ -335,9 +336,9 @@ class Engine:
         whole = whole and sharding_of(trees) is None
         leaves = tuple((x.shape, str(x.dtype), _placed(x)) for x in jax.tree.leaves(trees))
         name = plan, kind, whole, leaves
-        if name not in self._sizes and len(self._sizes) >= _KINDS * jax.local_device_count():
-            del self._sizes[next(iter(self._sizes))]
-        sizes = self._sizes.setdefault(name, {})
+        if name not in self._kinds and len(self._kinds) >= _KINDS * jax.local_device_count():
+            del self._kinds[next(iter(self._kinds))]
+        compiled = self._kinds.setdefault(name, _Kind({}, PromptPrograms()))
         compiler = self._compiler if whole or (self._ahead and sharding_of(trees) is None) else None
         programs, place, vocabulary = self._programs, place_of(trees), self.config.vocab_size
         caches = make_caches(plan, programs.cached, self.cache_dtype, self._dtype, place, programs.rows)
@@ -345,7 +346,7 @@ class Engine:
         slots = make_sequences(plan, vocabulary, kind.all_features, place, states)
         pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
         options = {"whole": whole, "gathers": gathers}
-        return DecodeBatch(programs, trees, caches, slots, plan, kind, sizes, compiler, vocabulary, pace, **options)
+        return DecodeBatch(programs, trees, caches, slots, plan, kind, compiled, compiler, vocabulary, pace, **options)
 
     def _rule(self, trees: Trees) -> DraftRule | None:
         """Return what decides on drafts; None where their number is fixed."""
@@ -403,6 +404,18 @@ SizesByKind = dict[tuple[Features, int], WindowSizes]
 """Programs of windows, by what their answers use and the drafts of their steps."""
 
 
+class _Kind(NamedTuple):
+    """Programs of a kind of answers."""
+
+    sizes: SizesByKind
+    rows: PromptPrograms
+
+    @property
+    def all(self) -> "list[WindowSizes | PromptPrograms]":
+        """Return what threads compile."""
+        return [self.rows, *self.sizes.values()]
+
+
 class _Window(NamedTuple):
     """A window under way."""
 
@@ -442,7 +455,7 @@ class DecodeBatch:
         slots: EngineSlots,
         plan: CachePlan,
         kind: ProgramKind,
-        sizes: SizesByKind,
+        compiled: _Kind,
         compiler: ThreadPoolExecutor | None,
         vocabulary: int,
         pace: DraftPace,
@@ -451,7 +464,10 @@ class DecodeBatch:
         gathers: bool,
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
-        self._kind, self._sizes, self._compiler, self._whole = kind, sizes, compiler, whole
+        self._kind, self._compiler, self._whole = kind, compiler, whole
+        self._compiled, self._sizes, self._rows = compiled, compiled.sizes, compiled.rows
+        self._foreseen = False
+        """Whether the rows of all prompts that wait are being compiled."""
         self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees, exact=programs.exact)
         self._prompts = PromptInputs(plan, programs.windows, kind.ranks, programs.tile)
         self._slots, self._pace = slots, pace
@@ -485,6 +501,7 @@ class DecodeBatch:
         """Add answers, which end at these tokens and those of their requests, to the end of the queue."""
         self._table.add(answers, stop)
         self._scheduler.add(answers)
+        self._foreseen = False
 
     def end(self, sequence: Sequence) -> None:
         """End an answer early."""
@@ -521,11 +538,11 @@ class DecodeBatch:
         What follows, such as a training step, has the memory and the device for itself; at the end of the process
         windows under way would abort it.
         """
-        for sizes in self._sizes.values():
-            sizes.give_up()
+        for compiled in self._compiled.all:
+            compiled.give_up()
         jax.block_until_ready([window.sampled for window in self._under_way])
-        for sizes in self._sizes.values() if self._whole else ():
-            sizes.wait()
+        for compiled in self._compiled.all if self._whole else ():
+            compiled.wait()
 
     def advance(self, resting: Collection[Sequence] = ()) -> Iterator[NewTokens]:
         """Start a window, and yield the answers of the one before with their new tokens, and why they ended.
@@ -555,13 +572,16 @@ class DecodeBatch:
             self._slots, self._caches = programs.settle(trees, self._slots, self._caches)
         self._drafted = drafts
         passed = None
-        for row in work.rows:
-            tokens, segments, places, images = self._prompts.row(row)
-            self._caches, last, passed = programs.prefill(trees, tokens, segments, places, images, self._caches)
+        rows = [self._prompts.row(row) for row in work.rows]
+        self._compile_rows(rows)
+        for row in rows:
+            self._rows.wait_for(row)
+            _, _, places, _ = row
+            self._caches, last, passed = programs.prefill(trees, *row, self._caches)
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, places.slots, last)
-        for row in work.suffix_rows:
-            tokens, positions, cursor, ends, slots = self._prompts.suffixes(row)
+        for suffixes in work.suffix_rows:
+            tokens, positions, cursor, ends, slots = self._prompts.suffixes(suffixes)
             self._caches, last, passed = programs.extend(trees, tokens, positions, cursor, ends, self._caches)
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, slots, last)
@@ -585,6 +605,17 @@ class DecodeBatch:
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         self._latest = sizes
         return _Window(work, sampled, size, sizes, passed)
+
+    def _compile_rows(self, rows: abc.Sequence[tuple[Any, ...]]) -> None:
+        """Let threads compile programs for rows of prompts, and for those that prompts which wait may need later."""
+        if not rows or self._compiler is None:
+            return
+        plain = [row for row in rows if row[-1] is None]  # images are of many sizes
+        plain += [] if self._foreseen else self._prompts.to_come(self._scheduler.waiting)
+        self._foreseen = True
+        trees, caches = jax.tree.map(_shape, (self._trees, self._caches))
+        options = {"place": place_of(self._trees), "precision": jax.config.jax_default_matmul_precision}
+        self._rows.compile(self._compiler, plain, partial(_compile_row, self._programs, trees, caches, **options))
 
     def _move_pages(self, work: SchedulerOutput) -> None:
         """Copy pages of held answers to the host, and those that are needed again back."""
@@ -748,3 +779,10 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _compile(programs: EnginePrograms, shapes: Any, options: dict[str, Any], precision: Any, size: int) -> Any:
     with jax.default_matmul_precision(precision) if precision else nullcontext():
         return programs.compile_window(*shapes, size=size, **options)
+
+
+def _compile_row(
+    programs: EnginePrograms, trees: Trees, caches: list[Any], row: tuple[Any, ...], *, place: Any, precision: Any
+) -> None:
+    with jax.default_matmul_precision(precision) if precision else nullcontext():
+        programs.compile_prefill(place, trees, *jax.tree.map(_shape, row), caches)

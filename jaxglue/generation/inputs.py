@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxglue.generation.contexts import Cursor, Places
-from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, PROMPTS, CachePlan, ring_table
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, PROMPTS, CachePlan, pages_of, ring_table
 from jaxglue.generation.programs import CacheCopies, DecodeWindow
 from jaxglue.generation.sampling import Controls, Features
 from jaxglue.generation.scheduler import LONGEST_SUFFIX, Prefill, Request, SchedulerOutput, Sequence
-from jaxglue.ops.segments import PackedSegments, pack_forks, pack_segments, segment_bucket
+from jaxglue.ops.segments import PackedSegments, aligned, pack_forks, pack_segments, segment_bucket
 from jaxglue.vision.rows import Images, pack_prompts
 
 _SMALLEST_ROW, _SHORT_SUFFIX = 128, 64
@@ -173,6 +173,20 @@ _SETTINGS = {
 """Settings of `SamplingConfig` and their dtypes, by the names of `Controls`."""
 
 
+def row_tokens(used: int, prompts: int) -> int:
+    """Return T, the tokens of a row for so many tokens of so many prompts."""
+    return max(_SMALLEST_ROW, _power_of_two(used), _power_of_two(_SHORT_PROMPT * prompts))
+
+
+def row_sizes(rooms: abc.Sequence[int]) -> set[int]:
+    """Return the sizes of rows that prompts with so many tokens may need, any of which begin together in this order."""
+    sizes = set[int]()
+    for first in range(len(rooms)):
+        used = accumulate(rooms[first : first + PROMPTS])
+        sizes |= {row_tokens(tokens, n) for n, tokens in enumerate(used, 1) if n == 1 or tokens <= PREFILL_TOKENS}
+    return sizes
+
+
 class PromptInputs:
     """Makes the inputs of programs that write prompts to the cache.
 
@@ -191,7 +205,7 @@ class PromptInputs:
         """Return one packed row of prompts: tokens [1, T], segments, where their keys and values go, and images."""
         lengths = [prompt.room for prompt in row]
         used, firsts = sum(lengths), [0, *accumulate(lengths)]
-        T = max(_SMALLEST_ROW, _power_of_two(used), _power_of_two(_SHORT_PROMPT * len(row)))
+        T = row_tokens(used, len(row))
         places = np.concatenate([first + prompt.places for first, prompt in zip(firsts, row, strict=False)])
         tokens: Any = np.zeros((1, T), np.int32)
         tokens[0, places] = np.concatenate([prompt.tokens for prompt in row])
@@ -212,6 +226,18 @@ class PromptInputs:
         prompts = [(first, len(p.tokens), p.images) for first, p in zip(firsts, row, strict=False)]
         written: Any = Places(pages=pages, offsets=offsets, **options)
         return tokens, segments, written, pack_prompts(prompts, T)
+
+    def to_come(self, requests: abc.Sequence[Request]) -> list[tuple[Any, PackedSegments, Places, Images | None]]:
+        """Return a row, of nobody's prompt, of each size that requests which wait may need; of images none is known."""
+        plain = [request for request in requests if request.images is None and request.after is None]
+        rooms = [aligned(len(request.prompt) - 1, self._tile or 1) for request in plain if len(request.prompt) > 1]
+        return [self._nobodys(size) for size in sorted(row_sizes(rooms))]
+
+    def _nobodys(self, size: int) -> tuple[Any, PackedSegments, Places, Images | None]:
+        """Return a row of this size whose prompt is nobody's."""
+        tokens = np.zeros(size // 2 + 1, np.int32)
+        pages, tile = [0] * pages_of(len(tokens)), self._tile or 1
+        return self.row([Prefill(tokens, self._plan.slots, pages, fork=len(tokens), tile=tile)])
 
     def suffixes(self, row: abc.Sequence[Prefill]) -> tuple[Any, Any, Cursor, Any, Any]:
         """Return the rests of prompts that begin in the cache: tokens [T], their positions in rotation, table rows.

@@ -1,7 +1,7 @@
 """Compiled programs of generation: prompts into pages, and windows of steps, as one program or layer by layer."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -167,6 +167,34 @@ class CachedLayer:
         return context.cache.states
 
 
+_Call = Callable[..., Any]
+"""Takes a program and its arguments, and returns its results, or their shapes."""
+_copied = jit_step(jnp.copy)
+
+
+def _called(program: Program, *arguments: Any) -> Any:
+    return program(*arguments)
+
+
+class _Compiler:
+    """Compiles programs for shapes of arguments, each once, and returns shapes of their results at a place."""
+
+    def __init__(self, place: jax.sharding.Sharding | None):
+        self._place, self._results = place, dict[Any, Any]()
+
+    def __call__(self, program: Program, *arguments: Any) -> Any:
+        """Return the shapes of a program's results."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        name = program, treedef, tuple(leaves)
+        if name not in self._results:
+            program.lower(*arguments).compile()
+            self._results[name] = jax.tree.map(self._shape, program.eval_shape(*arguments))
+        return self._results[name]
+
+    def _shape(self, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place, weak_type=getattr(x, "weak_type", False))
+
+
 class CacheCopies(NamedTuple):
     """Pages to copy, from and to, for each kind of layers, and slots; nobody's onto itself where there are fewer."""
 
@@ -259,23 +287,36 @@ class EnginePrograms:
         Returns:
             The caches, with drafts the last tokens' states, and an array that is there once the prompts have passed.
         """
-        x, packed, layer_inputs = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments, images)
+        return self._prefill(_called, trees, tokens, segments, places, images, caches)
+
+    def compile_prefill(self, place: jax.sharding.Sharding | None, trees: Trees, *row: Any) -> None:
+        """Compile the programs of `prefill` for shapes; calls with arrays of these find them.
+
+        Args:
+            place: of arrays beside the weights, as of `place_of`.
+            trees, row: shapes of `prefill`'s arguments, without images.
+        """
+        self._prefill(_Compiler(place), trees, *row)
+
+    def _prefill(self, call: "_Call", trees: Trees, tokens, segments, places, images, caches):
+        """Call the programs of `prefill`."""
+        caches = list(caches)
+        x, packed, layer_inputs = call(self._embed_prompts, _part(trees, "embed_tokens"), tokens, segments, images)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
         full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
         read: tuple[Array, ...] = ()
         for i, (layer, weights) in enumerate(self._layer_weights(trees)):
             if i in self._taps:
-                read += (jnp.copy(x),)  # the layer takes its input's memory
+                read += (call(_copied, x),)  # the layer takes its input's memory
             if full and i == len(caches) - 1:
-                caches[i] = layer.fill(weights, x, caches[i], contexts[i], places)
+                caches[i] = call(layer.fill, weights, x, caches[i], contexts[i], places)
             else:
-                x, caches[i] = layer.prefill(weights, x, caches[i], contexts[i], places)
+                x, caches[i] = call(layer.prefill, weights, x, caches[i], contexts[i], places)
         if self._drafts is None:
             return caches, None, x
-        last, caches[-1] = self._drafts.prefill(
-            self._drafts.weights(trees), x, read, tokens, caches[-1], packed, places
-        )
+        weights = self._drafts.weights(trees)
+        last, caches[-1] = call(self._drafts.prefill, weights, x, read, tokens, caches[-1], packed, places)
         return caches, last, x
 
     def extend(

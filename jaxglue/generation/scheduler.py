@@ -282,6 +282,11 @@ class Scheduler:
         return not self._waiting and all(sequence.ends_under_way for sequence in self._running)
 
     @property
+    def waiting(self) -> list[Request]:
+        """Return the requests with answers that wait for their first slot, in order."""
+        return list({id(each.request): each.request for each in self._waiting if not each.received}.values())
+
+    @property
     def free_slots(self) -> int:
         """Return the slots less the answers that wait for one; below 0 where more wait."""
         return len(self._slots) - len(self._waiting)

@@ -151,7 +151,7 @@ class WindowSizes:
     def _compile(self, compile_size: Callable[[int], Any], size: int) -> None:
         if size not in self._ready:
             try:
-                with _switching_often():
+                with switching_often():
                     self._ready[size] = compile_size(size)
             except Exception as error:  # larger programs serve, too
                 _log.warning("a program for %d answers was not compiled: %s", size, error)
@@ -171,7 +171,7 @@ _intervals = list[float]()
 
 
 @contextmanager
-def _switching_often() -> Iterator[None]:
+def switching_often() -> Iterator[None]:
     """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
     _intervals.append(sys.getswitchinterval())
     sys.setswitchinterval(2e-4)

@@ -1,5 +1,7 @@
+import threading
 from dataclasses import replace
 from itertools import islice
+from unittest.mock import patch
 
 import chex
 import jax
@@ -16,6 +18,7 @@ from jaxglue.generation.engine import Engine
 from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import PREFILL_TOKENS, make_caches, plan_cache
 from jaxglue.generation.programs import CacheCopies
+from jaxglue.generation.prompt_programs import PromptPrograms
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Request
 from jaxglue.models.lora import add_lora
@@ -411,11 +414,61 @@ def test_the_last_of_many_answers_are_decoded_by_a_smaller_program(tiny_model):
     first = answers_of(engine, trees, requests, whole=True)
     engine.wait()
     sizes = []
-    ((windows,),) = (by_kind.values() for by_kind in engine._sizes.values())
+    ((windows,),) = (kind.sizes.values() for kind in engine._kinds.values())
     take = windows.take
     windows.take = lambda *settings: sizes.append(take(*settings)) or sizes[-1]
     assert answers_of(engine, trees, requests, whole=True) == first
     assert [size for size, _ in sizes] == [16] + [8] * 4
+
+
+@pytest.fixture
+def compiled_rows(monkeypatch):
+    """Threads that had XLA compile programs of prompts' rows, with their names, and sizes whose compilation began."""
+    found, sizes, compile_row = [], [], programs.EnginePrograms.compile_prefill
+    names = {"jit(_embed_packed)", "jit(_prefill)", "jit(<lambda>)"}
+
+    def noted(event, seconds, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration" and fun_name in names:
+            found.append((threading.current_thread().name.partition("_")[0], fun_name))
+
+    def begun(own, place, trees, tokens, *rest):
+        sizes.append(tokens.shape[1])
+        compile_row(own, place, trees, tokens, *rest)
+
+    monkeypatch.setattr(programs.EnginePrograms, "compile_prefill", begun)
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    yield found, sizes
+    jax.monitoring.unregister_event_duration_listener(noted)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "prompts", "slots", "wanted"),
+    [
+        ("qwen3_5_text", {}, [100] * 8, 3, {128, 256, 512}),  # any of the five that wait may begin together
+        ("qwen3_5_text", {}, [100] * 8, 8, {1024}),  # all begin at once
+        repeat("llama", {}, [30, 2000, 2100], 1, {128, 2048, 4096}),  # the second and third fill rows of their own
+        repeat("llama", {"exact": True}, [100] * 3, 1, {128, 256}),
+    ],
+)
+def test_programs_of_prompts_are_compiled_beside_one_another(
+    tiny_model, compiled_rows, family, options, prompts, slots, wanted
+):
+    """Sizes of rows that prompts can need, each once, by threads, whose programs calls find."""
+    model = tiny_model(family, **FAMILIES.get(family, {}), max_position_embeddings=8192)
+    engine, trees = engine_of(model, lora=False, **options)
+    trees = jax.device_put(trees, jax.local_devices()[0])
+    requests = [
+        Request([n + 1] * length, replace(SAMPLED, max_tokens=4 + 2 * n), n) for n, length in enumerate(prompts)
+    ]
+    plan = engine.plan(requests, slots=slots, memory=1e9)
+    found, sizes = compiled_rows
+    with patch.object(PromptPrograms, "give_up", lambda programs: None):
+        first = answers_of(engine, trees, requests, plan=plan, whole=True)
+    assert {thread for thread, _ in found} == {"windows"} and sorted(sizes) == sorted(wanted)
+    assert answers_of(engine, trees, requests, plan=plan, whole=True) == first
+    assert {thread for thread, _ in found} == {"windows"} and sorted(sizes) == sorted(wanted)
+    alone, _ = engine_of(model, lora=False, **options)
+    assert answers_of(alone, trees, requests, plan=plan, whole=False) == first
 
 
 def test_an_answer_goes_on_in_a_program_that_was_compiled_meanwhile(tiny_model):
