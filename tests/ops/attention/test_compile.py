@@ -117,7 +117,7 @@ def test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers(h2
     assert max(int(re.search(r"(\d+) bytes spill stores", note)[1]) for note in notes) <= 32
 
 
-@repeats_parts_of("test_kernels_of_wide_heads_keep_matmuls_in_flight_and_values_in_registers")
+@repeats_parts_of("test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place")
 @pytest.mark.parametrize("head_dim", [72, 96])
 def test_heads_in_two_parts_keep_matmuls_in_flight_and_sums_in_registers(h200, compiled_kernels, tmp_path, head_dim):
     shape = {"T": 8192, "N": 16, "K": 16, "H": head_dim, "window": None}
