@@ -131,7 +131,7 @@ class EpisodeProcess:
         # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         file = str(Path(__file__).parent / "episode_worker.py")
-        command = [sys.executable, "-P", file, str(theirs.fileno()), str(self._memory)]
+        command = [sys.executable, "-PB", file, str(theirs.fileno()), str(self._memory)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         environment |= {"OPENBLAS_NUM_THREADS": "1"}  # a fork has no threads but its own
         process = subprocess.Popen(

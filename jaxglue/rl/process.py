@@ -92,8 +92,9 @@ class JudgingProcess:
         return reply
 
     def _start(self) -> subprocess.Popen:
-        # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports.
-        command = [sys.executable, "-P", str(Path(__file__).parent / "worker.py"), str(self._memory)]
+        # The file is run by its path, as importing the package takes time; -P keeps its neighbors out of the imports,
+        # and -B bytecode of a file that changed within a second.
+        command = [sys.executable, "-PB", str(Path(__file__).parent / "worker.py"), str(self._memory)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)

@@ -1,6 +1,7 @@
 """Rewards: functions of files in processes with limits, named with their rows where they fail, and shipped ones."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -289,6 +290,17 @@ def test_a_file_that_reaches_a_limit_when_it_is_imported_is_refused(tmp_path):
         pytest.raises(ValueError, match=r"judge: its import reached its limit of mem"),
     ):
         judge.check(["wanted", "number"])
+
+
+def test_a_file_that_changed_within_a_second_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    file, found = tmp_path / "changing.py", []
+    for number in (1, 2):
+        file.write_text(f"def judge(completion):\n    return {number}\n")
+        os.utime(file, (1e9, 1e9))
+        with closing(Judge(RolloutConfig(reward=(f"{file}:judge",), reward_workers=1))) as judge:
+            found.append(judge.score([group("a")]).tolist())
+    assert found == [[[[1]]], [[[2]]]] and not (tmp_path / "__pycache__").exists()
 
 
 def test_environments_reply_also_when_async_and_are_named_by_their_flag(tmp_path):
