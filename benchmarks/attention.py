@@ -119,6 +119,8 @@ def results_of(model: str, tokens: int, lengths_name: str, backend: str) -> dict
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return row | dict.fromkeys(COLUMNS, "out of memory")
+    except ValueError as error:  # of a backend that does not serve the row
+        return row | dict.fromkeys(COLUMNS, str(error))
     pairs = 2 * visible_pairs(lengths, heads.window) * heads.N
     rates = (pairs * columns / time * 1e3 for columns, time in zip(heads.columns, (forward, both), strict=True))
     shares = [rate / LIMIT for rate in rates]

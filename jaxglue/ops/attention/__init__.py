@@ -40,6 +40,8 @@ _LATENT_HEAD_DIMS = (192, 128)
 """Head sizes of keys and of values in latent attention (DeepSeek)."""
 _NARROWEST = 64
 """Least head dim that the Triton kernels were checked with on a GPU."""
+_MOST_CUDNN_SLOTS = 64
+"""Documents of a row up to which cuDNN 9.19 was right on an H200. With 256 images of 64 tokens its results were not."""
 _ROTATED_HEAD_DIM = 128
 """Head dim whose gradients go through rotation.
 
@@ -117,8 +119,10 @@ def _check_cudnn(capability: Capability | None, call: AttentionCall) -> None:
         raise NotImplementedError("forked segments need another mask than causal")
     if call.split:
         raise NotImplementedError("queries are some of a row's tokens, or see later ones of some of their segment")
-    if call.bidirectional:  # of 256 images in a row its results were wrong on an H200, and its backward pass slow
+    if call.bidirectional:
         raise NotImplementedError("tokens see later ones of their segment")
+    if call.segment_slots > _MOST_CUDNN_SLOTS:
+        raise NotImplementedError(f"more than {_MOST_CUDNN_SLOTS} documents in a row: its results may be wrong")
 
 
 def _load_cudnn(_: Capability, call: AttentionCall) -> AttentionBackend:
