@@ -26,6 +26,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.serve.answers import encode_rows, generate, prompt_of, read_prompts
 from jaxglue.serve.chat import ChatSession, converse
 from jaxglue.serve.config import GenerateConfig
+from jaxglue.settings.recipe import from_settings
 from jaxglue.text.stream import TextStream, before, stream_text
 
 SHORT = SamplingConfig(temperature=0, max_tokens=8)
@@ -354,3 +355,8 @@ def test_stop_texts_end_streamed_and_batched_answers(folders):
         config = GenerateConfig(model=folders[0], prompt=prompt, sampling=sampling)
         found = {prompt: "".join(pieces) for prompt, pieces in generate(config)}
         assert found["Hello"] == plain[: plain.index(stop)] != plain
+
+
+def test_the_address_of_an_image_is_kept_whole(tmp_path):
+    config = from_settings(GenerateConfig, {"model": str(tmp_path), "prompt": ["a"], "image": ["https://a.org/b.png"]})
+    assert config.image == ("https://a.org/b.png",)
