@@ -45,6 +45,8 @@ AUDIO_COLUMNS = ("audios", "audio")
 """Keys of a row's clips of audio."""
 VIDEO_COLUMNS = ("videos", "video")
 """Keys of a row's videos: a list of them, and a single one."""
+_IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+"""Ends of names in Hugging Face's imagefolder, whose rows are an image's `file_name` and its text."""
 MEDIA_COLUMNS = (*IMAGE_COLUMNS, *AUDIO_COLUMNS, *VIDEO_COLUMNS)
 """Keys of what models that see, and hear, read beside a row's texts."""
 
@@ -125,6 +127,11 @@ def read_row(row: Mapping[str, Any], format: str, images: "ImageRules | None" = 
     if format == "segments":
         refuse_media(row)
         return _segments(row["segments"])
+    if format == "text" and str(row.get("file_name", "")).lower().endswith(_IMAGE_FILES):
+        raise ValueError(
+            f"'file_name' is an image, {row['file_name']!r:.80}, and its text would be trained on without it: write "
+            "'question', 'answer' and 'images', or leave out the key"
+        )
     if images is None:
         if format != "text":
             refuse_media(row)

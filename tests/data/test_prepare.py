@@ -174,6 +174,11 @@ QA = {"question": "What is 1?", "answer": "1"}
         ),
         ([{**QA, "image": None}, {**QA, "image": "b.png"}], {}, r"data.jsonl:2: 'image' is not read, as only text is"),
         (
+            [{"file_name": "cats/1.JPG", "text": "a cat"}],
+            {},
+            r"data.jsonl:1: 'file_name' is an image, 'cats/1.JPG', and",
+        ),
+        (
             [{"messages": [USER]}],
             {},
             r"data.jsonl:1: no assistant turn to train on, only of user: remove the row, or use --loss-on all",
