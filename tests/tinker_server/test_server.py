@@ -393,7 +393,7 @@ def test_losses_that_wait_share_rows_and_have_the_gradients_of_each_alone(client
     for name, parts in expected.items():
         sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
         for found, wanted in zip(*map(jax.tree.leaves, (together[name], sums)), strict=True):
-            np.testing.assert_allclose(found, wanted, atol=1e-5 * float(np.abs(wanted).max()))
+            np.testing.assert_allclose(found, wanted, atol=3e-5 * float(np.abs(wanted).max()))
 
 
 def test_requests_need_the_key(server):

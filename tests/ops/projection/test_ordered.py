@@ -132,7 +132,9 @@ def low_ranks_of(x, adapters, part, used):
 def test_adapters_are_added_in_the_launch_of_their_weights(M, sizes, K, tiles, kind, kernels):
     x, stream, part = numbers(1, M, K), numbers(8, M, sizes[0]), 64 if kind == "stream in parts" else K
     weights = [whole(2 + i, N, K) / 2**20 for i, N in enumerate(sizes)]
-    adapters = [LowRankAdapter(A=whole(9 + i, 4, K), B=whole(20 + i, N, 4), scale=0.5) for i, N in enumerate(sizes)]
+    # An output takes one rank alone, so that no order of sums over ranks, which processors choose, changes a bit.
+    ups = [whole(20 + i, N, 4) * (np.arange(N)[:, None] % 4 == np.arange(4)) for i, N in enumerate(sizes)]
+    adapters = [LowRankAdapter(A=whole(9 + i, 4, K), B=up, scale=0.5) for i, up in enumerate(ups)]
     used = None if kind == "sums" else np.random.default_rng(3).integers(0, 2, (M, 4)) == 1
     added, activation = stream if kind == "stream in parts" else None, "silu" if kind == "activation" else None
     options = {"used": used, "stream": added, "activation": activation, "part": part if part < K else None}
@@ -147,7 +149,7 @@ def test_adapters_are_added_in_the_launch_of_their_weights(M, sizes, K, tiles, k
         wanted = [np.asarray(jax.nn.silu(wanted[0]) * wanted[1])]
     for own, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-        assert kind == "activation" or (np.asarray(own) == want).mean() > 0.99
+        assert kind == "activation" or np.array_equal(own, want)
 
 
 def test_tiles_are_as_large_as_leaves_no_multiprocessor_idle(monkeypatch):
