@@ -444,8 +444,9 @@ def compiled_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "options", "prompts", "slots", "wanted"),
     [
-        ("qwen3_5_text", {}, [100] * 8, 3, {128, 256, 512}),  # any of the five that wait may begin together
-        ("qwen3_5_text", {}, [100] * 8, 8, {1024}),  # all begin at once
+        ("llama", {}, [100] * 8, 3, {128, 256, 512}),  # any of the five that wait may begin together
+        repeat("qwen3_5_text", {}, [100] * 8, 3, {128, 256, 512}),
+        repeat("qwen3_5_text", {}, [100] * 8, 8, {1024}),  # all begin at once
         repeat("llama", {}, [30, 2000, 2100], 1, {128, 2048, 4096}),  # the second and third fill rows of their own
         repeat("llama", {"exact": True}, [100] * 3, 1, {128, 256}),
     ],
