@@ -467,7 +467,7 @@ class DecodeBatch:
         self._kind, self._compiler, self._whole = kind, compiler, whole
         self._compiled, self._sizes, self._rows = compiled, compiled.sizes, compiled.rows
         self._foreseen = False
-        """Whether the rows of all prompts that wait are being compiled."""
+        """The rows of all prompts that wait are being compiled, or have been."""
         self._table = SlotTable(plan, kind, vocabulary, sees=programs.sees, exact=programs.exact)
         self._prompts = PromptInputs(plan, programs.windows, kind.ranks, programs.tile)
         self._slots, self._pace = slots, pace

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class PromptPrograms:
-    """What is compiled, or being compiled, for rows of prompts of one kind of answers."""
+    """Compiled programs, and those under way, for rows of prompts of one kind of answers."""
 
     def __init__(self) -> None:
         self._begun = dict[Hashable, Future | None]()

@@ -24,7 +24,7 @@ _POOL = 2
 
 
 class HasState(Protocol):
-    """What holds the present state of training."""
+    """Holder of the present state of training."""
 
     state: TrainState
 

@@ -257,7 +257,7 @@ _OF_SWIFT = {
 _OF_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "stage", "dataset_dir", "template", "lora_target", "val_size"}
 """Settings of LLaMA-Factory that the other programs do not have."""
 _OF_FACTORY_V1 = {"train_dataset", "dist_config", "kernel_config", "peft_config", "quant_config", "optim_config"}
-"""Those of its v1."""
+"""Settings of its v1 that the other programs do not have."""
 
 
 def program_of(recipe: Mapping[str, Any]) -> ForeignProgram | None:

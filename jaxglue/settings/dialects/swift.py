@@ -18,7 +18,7 @@ _ELSEWHERE = {
     "generative_reranker": "--objective rerank does, by settings of its own and from rows of query and documents",
     "regression": "--objective classify learns labels, not numbers",
 }
-"""What to do for values without a counterpart."""
+"""Remedies for values without a counterpart."""
 _LABELS = ("single_label_classification", "multi_label_classification")
 _LOSSES = {"default": "assistant", "last_round": "last-turn", "all": "all"}
 _OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
