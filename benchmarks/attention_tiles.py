@@ -178,7 +178,7 @@ def image_steps(arguments: tuple) -> dict[str, Any]:
 
 
 def image_rows(heads: Heads, tokens: int) -> Iterator[dict]:
-    """Yield the times of each set of tiles, and of cuDNN, for each row of images."""
+    """Yield the times of each set of tiles for each row of images."""
     (q, k, v), _, dout = random_inputs(heads, tokens)
     images = {f"{tokens // n} of {n}": [n] * (tokens // n) for n in (64, 256, 1024, 4096) if n <= tokens}
     images["uneven"] = log_normal_lengths(tokens, max(2, tokens // 680))

@@ -246,7 +246,7 @@ class Roomy:
 
 
 class Moves(list[bool]):
-    """Whether moments are on the host in each sampling, and those that the last step returned."""
+    """Record if moments are on the host in each sampling, and those that the last step returned."""
 
     after = ()
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from jaxglue.files.regular_file import read_regular_text
 from jaxglue.settings.dialects.data_sets import named_source
-from jaxglue.settings.dialects.values import Nested
+from jaxglue.settings.dialects.values import Nested, renamed
 
 _ROOM = (
     *("model_class", "kernel_config", "dist_config", "init_config", "sample_backend", "max_new_tokens", "dp_size"),
@@ -34,14 +34,7 @@ def with_v1_settings(recipe: Mapping[str, Any], where: str) -> Nested:
     Raises:
         ValueError: a value without a counterpart; begins with `where` and the key.
     """
-    flat: Nested = {"method": "full"}
-    for key, value in recipe.items():
-        if key in _ROOM or value is None:
-            continue
-        try:
-            flat |= _READERS[key](value) if key in _READERS else {_RENAMED.get(key, key): value}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}{key}: {error}") from None
+    flat = {"method": "full"} | renamed(recipe, where, _READERS, _RENAMED, _ROOM)
     whole, micro = flat.pop("global_batch_size", None), flat.get("micro_batch_size", 1)
     if isinstance(whole, int) and isinstance(micro, int) and micro > 0:
         flat["gradient_accumulation_steps"] = max(whole // micro, 1)

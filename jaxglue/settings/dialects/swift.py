@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxglue.files.json_file import parse_json
 from jaxglue.settings.dialects.data_sets import named_source
-from jaxglue.settings.dialects.values import Nested
+from jaxglue.settings.dialects.values import Nested, renamed
 
 _METHODS = {"lora": "lora", "full": "full"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm": "reward", "grpo": "grpo"}
@@ -49,14 +49,7 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
     Raises:
         ValueError: a value without a counterpart; begins with `where` and the key.
     """
-    flat: Nested = {}
-    for key, value in recipe.items():
-        if key in _ROOM or value is None:
-            continue
-        try:
-            flat |= _READERS[key](value) if key in _READERS else {_RENAMED.get(key, key): value}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}{key}: {error}") from None
+    flat = renamed(recipe, where, _READERS, _RENAMED, _ROOM)
     if recipe.get("use_hf") is not True and any(str(name).startswith("hf:") for name in flat.get("data", ())):
         flat["modelscope"] = True
     if any("?rows=" in str(name) for name in flat.get("data", ())):

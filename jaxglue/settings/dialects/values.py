@@ -1,7 +1,7 @@
 """Settings of other programs whose values differ from ours in kind."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -50,6 +50,29 @@ WIDER = {
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", 8, 32)),
 }
 """Our optimizers, bits of moments there and here, by names of those whose moments have more bits here."""
+
+
+def renamed(
+    recipe: Mapping[str, Any],
+    where: str,
+    readers: Mapping[str, Callable[[Any], Nested]],
+    names: Mapping[str, str],
+    left_out: Collection[str],
+) -> Nested:
+    """Return a program's own settings by names that others or jaxglue have: by their reader, or of another name.
+
+    Raises:
+        ValueError: of a reader; begins with `where` and the key.
+    """
+    flat: Nested = {}
+    for key, value in recipe.items():
+        if key in left_out or value is None:
+            continue
+        try:
+            flat |= readers[key](value) if key in readers else {names.get(key, key): value}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}{key}: {error}") from None
+    return flat
 
 
 def with_one_name(recipe: Mapping[str, Any]) -> Nested:
