@@ -149,7 +149,7 @@ def test_the_readme_answers_three_strangers():
     cost = text.split("**No GPU?**")[1].split("##")[0]  # what does it cost me to try?
     assert all(words in cost for words in ("two CPU cores", "minutes", "GB", "no account", "no model"))
     undone = text.split("**Not done:**")[1].split("##")[0]  # what is not done?
-    assert all(words in undone for words in ("images", "other GPUs", "eight GPUs", "from an index"))
+    assert all(words in undone for words in ("other GPUs", "eight GPUs", "from an index"))
 
 
 def test_the_readme_is_one_page():
