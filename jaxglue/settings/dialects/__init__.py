@@ -34,6 +34,7 @@ from jaxglue.settings.dialects.meaning import (
     use_room,
     use_tower,
     use_trackers,
+    use_whole_distribution,
     use_whole_embedding,
     use_wider_moments,
 )
@@ -99,6 +100,7 @@ def translate(
         use_chats(values, program),
         use_pieces(recipe, values, program),
         use_room(given, values) if program is not None else None,
+        use_whole_distribution(values, program),
         use_tower(recipe, values, program),
         use_whole_embedding(values, program),
         use_balance(recipe),

@@ -66,6 +66,18 @@ def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
     return data["seq_len"] and f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"
 
 
+def use_whole_distribution(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about answers from a part of the vocabulary, whose log-probabilities are others with vLLM."""
+    corrects = values.get("objective", {}).get("importance_sampling_mode") != "none"
+    names = [name for name in ("top_p", "top_k", "min_p") if name in values.get("rollouts", {})]
+    if not names or not corrects or program not in (AXOLOTL, TRL):
+        return None
+    return (
+        f"{', '.join(names)}: log-probabilities of sampling are those among all tokens, as those of the loss, where "
+        "vLLM's are those among the tokens that are left, by which TRL's correction lowers the weights of answers"
+    )
+
+
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
     if program is FACTORY_V1:

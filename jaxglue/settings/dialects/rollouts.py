@@ -25,13 +25,8 @@ _REWARDS = {
 }
 """Our rewards by TRL's."""
 _SCALES = {True: "group", False: "none", "True": "group", "False": "none"}
-_SAMPLED: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1, None),
-    "min_p": (0, None),
-    "repetition_penalty": (1,),
-}
-"""Settings of sampling with the values that change no distribution."""
+_WHOLE: dict[str, tuple[Any, ...]] = {"top_p": (1, None), "top_k": (0, -1, None), "min_p": (0, None)}
+"""Settings that leave tokens out of sampling, with the values that leave none out."""
 _BATCH, _STEPS, _PARTS = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"
 
 
@@ -61,12 +56,12 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
             values["scale_rewards"] = _SCALES[scale]
         if values.pop("vllm_importance_sampling_correction", True) is False:
             values["importance_sampling_mode"] = "none"
-        for name, neutral in _SAMPLED.items():
-            if values.pop(name, neutral[0]) not in neutral:
-                raise ValueError(
-                    f"{name}: answers are sampled from the whole distribution, whose log-probabilities are trained: "
-                    f"leave it out, or write {neutral[0]}"
-                )
+        values = {name: value for name, value in values.items() if value not in _WHOLE.get(name, ())}
+        if (penalty := values.pop("repetition_penalty", 1)) not in (1, None):
+            raise ValueError(
+                f"repetition_penalty: {penalty!r:.100} changes the distribution whose log-probabilities are trained: "
+                "leave it out, or write 1"
+            )
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     return values
