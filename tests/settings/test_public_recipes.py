@@ -29,6 +29,7 @@ SILENT = {
     "Unsloth": "model_name: m\nmax_steps: 60",
 }
 """Recipes that state nothing beyond what their program demands."""
+GROUPS = ("model", "optimizer", "data", "lora", "run")
 COMMON = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "clip_norm": 1.0}
 
 
@@ -288,6 +289,11 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
         ("val_set_size: 200", {"eval_fraction": 200}),
         ("val_set_size: 0.1\nearly_stopping_steps: 3", {"early_stopping": 3}),
         ("lr_scheduler: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-5}", {"min_lr_ratio": 0.1}),
+        ("optimizer: muon\nadam_beta1: 0.9", {"beta1": 0.95, "beta2": 0.95}),
+        ("optimizer: muon\nadam_beta1: 0.9\nadam_beta2: 0.98", {"beta1": 0.9, "beta2": 0.98}),
+        ("reward_model: true\nadapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_dropout: 0.1", {"dropout": 0.0}),
+        ("unfrozen_parameters: [^model.language_model.*, lm_head.*$]", {"train_vision": "none"}),
+        ("unfrozen_parameters:", {"train_vision": "none"}),
         (
             "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
             "lora_target_parameters: [mlp.experts.down_proj]",
@@ -302,9 +308,15 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
 )
 def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
     config = read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
-    merged = {**vars(config.optimizer), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    merged = {name: value for group in GROUPS for name, value in vars(getattr(config, group)).items()}
     for name, value in expected.items():
         assert merged[name] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize("value", ["[model.language_model.*]", "[lm_head, 'model.layers.4[4-9]+.mlp']", "[3]"])
+def test_parts_of_a_text_model_that_train_alone_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="unfrozen_parameters: no counterpart here but for the whole text model"):
+        read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nunfrozen_parameters: {value}")
 
 
 @pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])

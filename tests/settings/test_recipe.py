@@ -205,6 +205,8 @@ def test_axolotls_table_of_trl_is_translated(write):
     config = load_config(TrainConfig, write(own))
     assert (config.objective.objective, config.objective.beta) == ("dapo", 0.1)
     assert (config.rollouts.reward, config.rollouts.generation_batch_size) == (("rewards.py:short",), 16)
+    config = load_config(TrainConfig, write(own.replace("rl: grpo", "rl: gdpo")))
+    assert (config.objective.objective, config.objective.multi_objective_aggregation) == ("dapo", "normalize_then_sum")
 
 
 @pytest.mark.parametrize(

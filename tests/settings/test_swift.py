@@ -57,6 +57,8 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"rlhf_type": "dpo"}, "objective", {"objective": "dpo", "beta": 0.1}),
         ({"rlhf_type": "simpo"}, "objective", {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0}),
         ({"rlhf_type": "kto"}, "lora", {"dropout": 0.0}),
+        ({"rlhf_type": "rm"}, "lora", {"dropout": 0.0}),
+        ({"system": r"Be brief.\nBe kind."}, "data", {"system": "Be brief.\nBe kind."}),
         ({"rlhf_type": "rm"}, "objective", {"objective": "reward"}),
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "objective", {"num_labels": 3}),
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "data", {"format": "auto_chat"}),
@@ -77,6 +79,14 @@ def test_answers_written_in_training_have_its_defaults(tmp_path):
     config = load(tmp_path, rlhf_type="grpo", reward_funcs=["accuracy", "format"], num_generations=4)
     assert (config.objective.objective, config.objective.beta, config.objective.temperature) == ("grpo", 0.04, 0.9)
     assert config.rollouts.reward[0] == "math" and config.rollouts.reward[1].startswith("regex?pattern=^<think>")
+
+
+def test_a_system_message_may_be_a_file(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Think first.\n", encoding="utf-8")
+    assert load(tmp_path, system=str(path)).data.system == "Think first.\n"
+    with pytest.raises(ValueError, match=r"system: cannot read .*other.txt: No such file"):
+        load(tmp_path, system=str(tmp_path / "other.txt"))
 
 
 def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):

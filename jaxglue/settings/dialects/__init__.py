@@ -26,6 +26,7 @@ from jaxglue.settings.dialects.factory_v1 import with_v1_settings
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
     use_balance,
+    use_betas_of_muon,
     use_chats,
     use_constant_rate,
     use_documents,
@@ -104,6 +105,7 @@ def translate(
         use_tower(recipe, values, program),
         use_whole_embedding(values, program),
         use_balance(recipe),
+        use_betas_of_muon(values, program),
         use_wider_moments(recipe),
         use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"

@@ -125,7 +125,7 @@ AXOLOTL = ForeignProgram(
     objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     batch=1,
     remarks={"warmup_ratio": " (at most 100 steps there)"},
-    drops_out_nothing=_PAIRS,
+    drops_out_nothing=(*_PAIRS, "reward"),
 )
 LLAMA_FACTORY = ForeignProgram(
     name="LLaMA-Factory",
@@ -245,7 +245,7 @@ SWIFT = ForeignProgram(
     },
     batch=1,
     documents=16,
-    drops_out_nothing=_PAIRS,
+    drops_out_nothing=(*_PAIRS, "reward"),
     rows="documents are as long as the model's positions",
 )
 PROGRAMS = (AXOLOTL, LLAMA_FACTORY, FACTORY_V1, TRL, UNSLOTH, TORCHTUNE, SWIFT)

@@ -270,7 +270,7 @@ REFUSED = {
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
-        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro", "unfrozen_parameters"),
+        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro"),
         "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
         "some layers, --modules-to-save trains embed_tokens and lm_head whole",
     ),

@@ -159,6 +159,15 @@ def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: Foreig
     return line if given else None
 
 
+def use_betas_of_muon(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Give the parameters that Muon leaves to AdamW axolotl's betas, unless the recipe names both; return a line."""
+    table = values.get("optimizer", {})
+    if program is not AXOLOTL or table.get("optimizer") != "muon" or {"beta1", "beta2"} <= table.keys():
+        return None
+    table |= {"beta1": 0.95, "beta2": 0.95}
+    return "betas of what Muon leaves to AdamW are 0.95 and 0.95, as there without both adam_beta1 and adam_beta2"
+
+
 def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:
     """Return a line about moments that have more bits here."""
     names = [name for key in ("optimizer", "optim") if isinstance(name := recipe.get(key), str) and name in WIDER]

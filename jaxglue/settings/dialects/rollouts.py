@@ -12,6 +12,8 @@ _NAMES = {
 }
 """Settings that such recipes alone have."""
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+_SEPARATE = "gdpo"
+"""axolotl's name of GRPO whose rewards are normalized each by itself."""
 _LOSS = "dapo"
 """TRL's default."""
 _UNSLOTH_LOSS = "bnpo"
@@ -72,6 +74,9 @@ def _objective(values: Nested) -> Nested:
     ours, theirs = values.get("objective"), values.pop("rl", None)
     loss = values.pop("loss_type", ours if ours in _LOSSES else None)
     level = values.pop("importance_sampling_level", "token")
+    if theirs == _SEPARATE:
+        theirs = "grpo"
+        values.setdefault("multi_objective_aggregation", "normalize_then_sum")
     if (named := ours or theirs) not in (None, *_LOSSES):
         return {"objective": named}
     if loss not in (None, *_LOSSES):

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxglue.files.json_file import parse_json
+from jaxglue.files.regular_file import read_regular_text
 from jaxglue.settings.dialects.data_sets import named_source
 from jaxglue.settings.dialects.values import Nested, renamed
 
@@ -25,6 +27,8 @@ _OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
 _BITS = {4: "nf4", 8: "int8"}
 _COLUMNS = {"query": "question", "response": "answer"}
 """Our names of columns by those of its rows."""
+_MAX_BYTES = 2**18
+"""Size of the largest file of a system message."""
 _EMPTY_THINKING = "ignore_empty_think"
 _RENAMED = {
     **{"adapters": "adapter", "target_regex": "target_modules", "lorap_lr_ratio": "loraplus_lr_ratio"},
@@ -85,6 +89,18 @@ def _source(text: str) -> str:
     return (name if files else named_source(name, subset or None)) + (f"?rows={rows}" if rows else "")
 
 
+def _system(value: Any) -> Nested:
+    """Return the system message: the text of a file .txt, or the text itself, in which \\n stands for a line's end."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, or a file .txt, got {value!r:.100}")
+    if not value.endswith(".txt"):
+        return {"system": value.replace("\\n", "\n")}
+    try:
+        return {"system": read_regular_text(Path(value), "utf-8", _MAX_BYTES)}
+    except OSError as error:
+        raise ValueError(f"cannot read {value:.200}: {error.strerror}") from None
+
+
 def _columns(value: Any) -> Nested:
     """Return new names of columns; ms-swift gives them by the old ones."""
     names = parse_json(value, "its text") if isinstance(value, str) else value
@@ -121,6 +137,7 @@ _READERS: Mapping[str, Any] = {
     "dataset": lambda value: {"data": _sources(value)},
     "val_dataset": lambda value: {"eval_data": _sources(value)},
     "columns": _columns,
+    "system": _system,
     "loss_scale": _loss,
     "truncation_strategy": lambda value: {"overlong": _one_of(_OVERLONG, value)},
     "quant_bits": lambda value: {"quantize": _one_of(_BITS, value)},

@@ -258,6 +258,24 @@ def _wandb(value: Any) -> Nested:
     return {"run": {"log_project": value}}
 
 
+def _unfrozen(value: Any) -> Nested:
+    """Return settings of axolotl's patterns of what trains, which name the whole text model, and not its tower."""
+    names = [value] if isinstance(value, str) else value or []
+    if not names:
+        return {}
+    plain = {re.sub(r"^\^|[.*$]+$", "", name) if isinstance(name, str) else name for name in names}
+    if not {"model.language_model", "lm_head"} <= plain <= _TEXT_MODEL:
+        raise ValueError(
+            f"no counterpart here but for the whole text model, model.language_model and lm_head, got {names!r:.100}: "
+            "--layers adapts some layers, --modules-to-save trains embed_tokens and lm_head whole"
+        )
+    return {"model": {"train_vision": "none"}}
+
+
+_TEXT_MODEL = {"model.language_model", "lm_head", "embed_tokens"}
+"""Parts of a model that sees, without its tower."""
+
+
 def _reward_model(value: Any) -> Nested:
     if not isinstance(value, bool):
         raise ValueError(f"expected true | false, got {value!r:.100}")
@@ -293,6 +311,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
         {"data": {"columns": f"text={value}"}} if value not in ("text", "", None) else {}
     ),
     "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
+    "unfrozen_parameters": _unfrozen,
     "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
     "save_total_limit": _checkpoints,
