@@ -10,6 +10,8 @@ from jaxglue.training.config import TrainConfig
 
 BASE = {"model": "m", "dataset": "rows.jsonl", "tuner_type": "lora"}
 
+EMBEDDING = {"task_type": "embedding", "loss_type": "infonce"}
+
 
 def load(tmp_path: Path, **settings) -> TrainConfig:
     path = tmp_path / "recipe.yaml"
@@ -63,6 +65,22 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "objective", {"num_labels": 3}),
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "data", {"format": "auto_chat"}),
         ({"task_type": "causal_lm"}, "objective", {"objective": "sft"}),
+        (EMBEDDING, "objective", {"objective": "embed", "similarity_scale": 10.0, "max_text_length": 4096}),
+        (EMBEDDING | {"max_length": 64}, "data", {"seq_len": 64, "format": "auto"}),
+        (EMBEDDING | {"max_length": 64}, "objective", {"max_text_length": 64}),
+        (EMBEDDING, "lora", {"dropout": 0.0}),
+        (EMBEDDING, "run", {"documents_per_step": 16}),
+        (EMBEDDING, "optimizer", {"learning_rate": 1e-4}),
+        (
+            {"task_type": "generative_reranker", "loss_type": "listwise_reranker", "max_length": 64},
+            "objective",
+            {"objective": "rerank", "rerank_loss": "listwise", "max_document_length": 64},
+        ),
+        (
+            {"task_type": "reranker", "loss_type": "pointwise_reranker", "label_names": "labels"},
+            "objective",
+            {"objective": "rerank_score", "rerank_loss": "pointwise"},
+        ),
         ({"max_epochs": 0.5}, "run", {"epochs": 0.5}),
         ({"save_total_limit": -1}, "run", {"keep_checkpoints": 2}),
         ({"learning_rate": 1e-4, "lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, "optimizer", {"min_lr_ratio": 0.1}),
@@ -112,7 +130,8 @@ def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
         ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
         ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | rm | grpo, got 'ppo'"),
         ({"rlhf_type": "gkd"}, "got 'gkd': --objective distill with --teacher learns a teacher's distributions"),
-        ({"task_type": "embedding"}, "task_type: expected seq_cls, got 'embedding': --objective embed trains"),
+        ({"task_type": "embedding"}, "loss_type: expected infonce, got None"),
+        ({"task_type": "prm"}, "task_type: expected seq_cls | embedding | reranker | generative_reranker, got 'prm'"),
         (
             {"task_type": "seq_cls", "problem_type": "regression"},
             "got 'regression': --objective classify learns labels",

@@ -33,6 +33,7 @@ from jaxglue.settings.dialects.meaning import (
     use_no_dropout,
     use_pieces,
     use_room,
+    use_texts,
     use_tower,
     use_trackers,
     use_whole_distribution,
@@ -99,6 +100,7 @@ def translate(
     notes = [
         use_documents(given, values, program),
         use_chats(values, program),
+        use_texts(values, program),
         use_pieces(recipe, values, program),
         use_room(given, values) if program is not None else None,
         use_whole_distribution(values, program),

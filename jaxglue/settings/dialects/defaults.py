@@ -12,6 +12,8 @@ from jaxglue.settings.dialects.values import Nested
 
 _PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
 _SCORED = ("reward", "classify")
+READ = ("embed", "rerank", "rerank_score")
+"""Objectives whose texts are read, not continued."""
 _POLICY_GRADIENTS = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "luspo", "vespo", "rloo")
 _TRAINER: Nested = {
     "optimizer": {
@@ -229,7 +231,7 @@ SWIFT = ForeignProgram(
         "data": {**_TRAINER["data"], "overlong": "drop"},
     },
     adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
-    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *_POLICY_GRADIENTS), 1e-4),
+    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *READ, *_POLICY_GRADIENTS), 1e-4),
     full_learning_rate=1e-5,
     objective={
         "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0},

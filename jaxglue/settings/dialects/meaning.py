@@ -7,6 +7,7 @@ from jaxglue.settings.dialects.defaults import (
     AXOLOTL,
     FACTORY_V1,
     LLAMA_FACTORY,
+    READ,
     SWIFT,
     TORCHTUNE,
     TRL,
@@ -82,7 +83,8 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
     if program is FACTORY_V1:
         return "a chat is one document, where each of its answers is one there, with what precedes it"
-    if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
+    reads = values.get("objective", {}).get("objective") in READ
+    if program not in (LLAMA_FACTORY, SWIFT) or reads or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
     if program is LLAMA_FACTORY and values["data"].get("overlong", "truncate") == "truncate":
@@ -91,6 +93,24 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
             "their ends (--overlong), where prompts and answers are shortened in proportion there"
         )
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
+
+
+def use_texts(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about embeddings or rerankers of ms-swift; texts that are embedded twice have no dropout."""
+    objective = values.get("objective", {}).get("objective")
+    if program is not SWIFT or objective not in READ:
+        return None
+    if objective != "embed":
+        return (
+            "prompts are those of Qwen3's rerankers, and all documents of a row count, where one positive and seven "
+            "negatives are drawn there"
+        )
+    if values.get("model", {}).get("method") != "full":
+        values.setdefault("lora", {}).setdefault("dropout", 0.0)
+    return (
+        "texts are embedded as they are, without a chat template, and adapters drop nothing out; all other texts of a "
+        "step are negatives, where those of a micro-batch are there (--documents-per-step)"
+    )
 
 
 def use_pieces(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:

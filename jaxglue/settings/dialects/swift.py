@@ -15,12 +15,27 @@ _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm
 _ELSEWHERE = {
     "gkd": "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
     "ppo": "it needs a model of values: --objective grpo compares answers to a prompt instead",
-    "embedding": "--objective embed trains embeddings, by settings of its own and from rows of anchor and positive",
-    "reranker": "--objective rerank_score trains them, by settings of its own and from rows of query and documents",
-    "generative_reranker": "--objective rerank does, by settings of its own and from rows of query and documents",
     "regression": "--objective classify learns labels, not numbers",
 }
 """Remedies for values without a counterpart."""
+_TASKS = {
+    "seq_cls": "classify",
+    "embedding": "embed",
+    "reranker": "rerank_score",
+    "generative_reranker": "rerank",
+}
+_RANKED: dict[Any, Nested] = {
+    "pointwise_reranker": {"rerank_loss": "pointwise"},
+    "listwise_reranker": {"rerank_loss": "listwise"},
+}
+_READ_LOSSES: dict[str, dict[Any, Nested]] = {
+    "embed": {"infonce": {"embed_loss": "infonce", "similarity_scale": 10.0}},
+    **dict.fromkeys(("rerank", "rerank_score"), _RANKED),
+}
+"""Our settings by its losses, of objectives whose texts are read; its temperature of InfoNCE is 0.1."""
+_LONGEST = {"embed": "max_text_length", **dict.fromkeys(("rerank", "rerank_score"), "max_document_length")}
+_ROW = 4096
+"""Tokens of a text where its recipe bounds none, which is then as long as a row."""
 _LABELS = ("single_label_classification", "multi_label_classification")
 _LOSSES = {"default": "assistant", "last_round": "last-turn", "all": "all"}
 _OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
@@ -39,7 +54,15 @@ _RENAMED = {
 }
 _ROOM = (
     *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
-    *("ddp_backend", "lora_dtype", "val_dataset_shuffle", "download_mode", "load_args", "ignore_args_error"),
+    *(
+        "label_names",
+        "ddp_backend",
+        "lora_dtype",
+        "val_dataset_shuffle",
+        "download_mode",
+        "load_args",
+        "ignore_args_error",
+    ),
 )
 """Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
 _REWARDS = {
@@ -58,11 +81,25 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
         flat["modelscope"] = True
     if any("?rows=" in str(name) for name in flat.get("data", ())):
         flat["dataset_sample"] = True
+    if flat.get("objective") in _READ_LOSSES:
+        flat = _with_texts(flat, where)
     if flat.get("objective") == "classify":  # whose texts are read as their labels' objective reads them
         flat = {key: value for key, value in flat.items() if key not in ("format", "loss_on")}
     if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
         flat["max_prompt_length"] = flat.pop("max_length")
     return {"method": "lora"} | flat
+
+
+def _with_texts(settings: Nested, where: str) -> Nested:
+    """Return the settings with those of embeddings or rerankers, whose texts are read as they are."""
+    flat = {key: value for key, value in settings.items() if key not in ("format", "loss_on", "loss_type")}
+    losses = _READ_LOSSES[settings["objective"]]
+    if (loss := settings.get("loss_type")) not in losses:
+        raise ValueError(f"{where}loss_type: expected {' | '.join(losses)}, got {loss!r:.100}")
+    longest = flat.get("max_length", _ROW)
+    if settings["objective"] != "embed":
+        flat.pop("max_length", None)  # a row has all documents of a query
+    return flat | losses[loss] | {_LONGEST[settings["objective"]]: longest}
 
 
 def _one_of(known: Mapping[Any, str], value: Any) -> str:
@@ -131,7 +168,7 @@ def _targets(value: Any) -> Nested:
 
 _READERS: Mapping[str, Any] = {
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), lambda value: {"method": _one_of(_METHODS, value)}),
-    "task_type": lambda value: {} if value == "causal_lm" else {"objective": _one_of({"seq_cls": "classify"}, value)},
+    "task_type": lambda value: {} if value == "causal_lm" else {"objective": _one_of(_TASKS, value)},
     "problem_type": lambda value: {"problem_type": _one_of({kind: kind for kind in _LABELS}, value)},
     "rlhf_type": lambda value: {"objective": _one_of(_OBJECTIVES, value)},
     "dataset": lambda value: {"data": _sources(value)},
