@@ -99,6 +99,19 @@ def test_answers_written_in_training_have_its_defaults(tmp_path):
     assert config.rollouts.reward[0] == "math" and config.rollouts.reward[1].startswith("regex?pattern=^<think>")
 
 
+def test_a_teacher_is_distilled_with_its_defaults(tmp_path, caplog):
+    given = {"rlhf_type": "gkd", "teacher_model": "t", "split_dataset_ratio": 0.01, "max_length": 100}
+    config = load(tmp_path, **given, per_device_train_batch_size=3, teacher_deepspeed="zero3", sft_alpha=0)
+    objective, answers = config.objective, config.rollouts
+    assert (objective.objective, objective.beta, objective.temperature) == ("distill", 0.5, 0.9)
+    assert (answers.teacher, answers.lmbda, answers.max_completion_length) == ("t", 0.5, 512)
+    assert (answers.generation_batch_size, answers.num_generations, answers.steps_per_generation) == (18, None, 1)
+    assert (config.data.seq_len, config.data.eval_fraction, config.lora.dropout) == (612, 0.0, 0.0)
+    assert "50% of the steps are on answers of the rows, of which 512 tokens are read at most" in caplog.text
+    assert "0.01 of the prompts are held out there, and none here" in caplog.text
+    assert load(tmp_path, **given, lmbda=1, gradient_accumulation_steps=4).rollouts.generation_batch_size == 4
+
+
 def test_a_system_message_may_be_a_file(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("Think first.\n", encoding="utf-8")
@@ -128,8 +141,10 @@ def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
         ({"tuner_type": "longlora"}, "tuner_type: expected lora | full, got 'longlora'"),
         ({"quant_bits": 2}, "quant_bits: expected 4 | 8, got 2"),
         ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
-        ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | rm | grpo, got 'ppo'"),
-        ({"rlhf_type": "gkd"}, "got 'gkd': --objective distill with --teacher learns a teacher's distributions"),
+        ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | grpo | rm | gkd, got 'ppo'"),
+        ({"rlhf_type": "gkd"}, "--objective distill needs --teacher"),
+        ({"rlhf_type": "gkd", "teacher_model": "t", "sft_alpha": 0.1}, "does not know: sft_alpha"),
+        ({"rlhf_type": "gkd", "teacher_model_server": "http://t"}, "teacher_model_server: no counterpart here"),
         ({"task_type": "embedding"}, "loss_type: expected infonce, got None"),
         ({"task_type": "prm"}, "task_type: expected seq_cls | embedding | reranker | generative_reranker, got 'prm'"),
         (

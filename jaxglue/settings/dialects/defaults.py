@@ -231,10 +231,11 @@ SWIFT = ForeignProgram(
         "data": {**_TRAINER["data"], "overlong": "drop"},
     },
     adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
-    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *READ, *_POLICY_GRADIENTS), 1e-4),
+    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *READ, *_POLICY_GRADIENTS, "distill"), 1e-4),
     full_learning_rate=1e-5,
     objective={
         "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0},
+        "distill": {"beta": 0.5, "temperature": 0.9},
         **{
             name: {
                 "beta": 0.04,
@@ -247,7 +248,7 @@ SWIFT = ForeignProgram(
     },
     batch=1,
     documents=16,
-    drops_out_nothing=(*_PAIRS, "reward"),
+    drops_out_nothing=(*_PAIRS, "reward", "distill"),
     rows="documents are as long as the model's positions",
 )
 PROGRAMS = (AXOLOTL, LLAMA_FACTORY, FACTORY_V1, TRL, UNSLOTH, TORCHTUNE, SWIFT)

@@ -203,7 +203,7 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
     **dict.fromkeys(("freeze_multi_modal_projector", "freeze_aligner"), (True,)),
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
-    **{"freeze_llm": (False,)},
+    **{"freeze_llm": (False,), "sft_alpha": (0,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
     "shuffle_merged_datasets": (True,),

@@ -64,7 +64,13 @@ def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
     if not isinstance(prompt, int):
         prompt = _PROMPT if answer > _PROMPT else None  # otherwise rows without --seq-len have room for both
     data["seq_len"] = None if prompt is None else answer + prompt
-    return data["seq_len"] and f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"
+    told = [f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"] if prompt else []
+    if (share := values["rollouts"].get("lmbda", 1.0)) < 1:
+        told.append(
+            f"{1 - share:.0%} of the steps are on answers of the rows, of which {answer:,} tokens are read at most "
+            "(--lmbda, --max-completion-length)"
+        )
+    return "; ".join(told) or None
 
 
 def use_whole_distribution(values: Nested, program: ForeignProgram | None) -> str | None:
@@ -77,6 +83,13 @@ def use_whole_distribution(values: Nested, program: ForeignProgram | None) -> st
         f"{', '.join(names)}: log-probabilities of sampling are those among all tokens, as those of the loss, where "
         "vLLM's are those among the tokens that are left, by which TRL's correction lowers the weights of answers"
     )
+
+
+def use_no_share(values: Nested) -> str | None:
+    """Hold no share of the prompts out where answers are written in training; return a line that says so."""
+    if "rollouts" not in values or not (share := values.get("data", {}).pop("eval_fraction", None)):
+        return None
+    return f"{share:g} of the prompts are held out there, and none here: --eval-data names a file of them"
 
 
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:

@@ -49,7 +49,8 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
         of_unsloth = program_of(recipe) is UNSLOTH
         if of_unsloth and "objective" not in values:
             values |= _UNSLOTH_DAPO if values.setdefault("loss_type", _UNSLOTH_LOSS) == "dapo" else {}
-        values |= _objective(values) | _sizes(values, whole_groups=of_unsloth)
+        values |= _objective(values)
+        values |= _sizes(values, whole_groups=of_unsloth)
         if funcs := values.pop("reward_funcs", None):
             values["reward"] = _rewards(funcs, values.pop("reward_weights", None))
         if "epsilon" in values:
@@ -93,7 +94,7 @@ def _sizes(values: Nested, *, whole_groups: bool) -> Nested:
     """
     batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
     parts = values.pop(_PARTS, accumulated)
-    count = values.get("num_generations", _GENERATIONS)
+    count = values.get("num_generations", 1 if values.get("objective") == "distill" else _GENERATIONS)
     if not all(
         isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)
     ):

@@ -11,9 +11,15 @@ from jaxglue.settings.dialects.data_sets import named_source
 from jaxglue.settings.dialects.values import Nested, renamed
 
 _METHODS = {"lora": "lora", "full": "full"}
-_OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm": "reward", "grpo": "grpo"}
+_OBJECTIVES = {
+    **{name: name for name in ("dpo", "kto", "orpo", "simpo", "grpo")},
+    **{"rm": "reward", "gkd": "distill"},
+}
+_DISTILLED = {"per_device_train_batch_size": 1, "max_completion_length": 512, "lmbda": 0.5}
+"""Settings of a teacher's recipe that names none."""
+_DOCUMENTS = 16
+"""Documents of a step whose recipe names no accumulation."""
 _ELSEWHERE = {
-    "gkd": "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
     "ppo": "it needs a model of values: --objective grpo compares answers to a prompt instead",
     "regression": "--objective classify learns labels, not numbers",
 }
@@ -50,19 +56,12 @@ _RENAMED = {
     **{"split_dataset_ratio": "eval_fraction", "early_stop_interval": "early_stopping", "attn_impl": "flash_attn"},
     **{"swanlab_exp_name": "swanlab_name", "dynamic_sample": "dynamic_sampling"},
     **{"overlong_filter": "mask_truncated_completions", "max_epochs": "num_train_epochs"},
-    **{"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
+    **{"teacher_model": "teacher", "tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
 }
 _ROOM = (
     *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
-    *(
-        "label_names",
-        "ddp_backend",
-        "lora_dtype",
-        "val_dataset_shuffle",
-        "download_mode",
-        "load_args",
-        "ignore_args_error",
-    ),
+    *("ddp_backend", "lora_dtype", "val_dataset_shuffle", "download_mode", "load_args", "ignore_args_error"),
+    *("label_names", "teacher_deepspeed", "offload_teacher_model"),
 )
 """Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
 _REWARDS = {
@@ -85,7 +84,11 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
         flat = _with_texts(flat, where)
     if flat.get("objective") == "classify":  # whose texts are read as their labels' objective reads them
         flat = {key: value for key, value in flat.items() if key not in ("format", "loss_on")}
-    if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
+    if flat.get("objective") == "distill":
+        flat = _DISTILLED | flat
+        if isinstance(batch := flat["per_device_train_batch_size"], int) and batch > 0:
+            flat.setdefault("gradient_accumulation_steps", -(-_DOCUMENTS // batch))
+    if recipe.get("rlhf_type") in ("grpo", "gkd") and "max_length" in flat:
         flat["max_prompt_length"] = flat.pop("max_length")
     return {"method": "lora"} | flat
 
