@@ -272,6 +272,21 @@ def test_other_values_of_these_settings_are_told(tmp_path, caplog, text):
         assert f"may differ: {text.partition(':')[0]}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("model_name_or_path: m\nloss_type: dft", 2e-5),
+        ("model_name_or_path: m\nstage: sft\nuse_dft_loss: true", 5e-5),
+        ("model: m\ntuner_type: lora\nenable_dft_loss: true", 1e-4),
+    ],
+)
+def test_dynamic_fine_tuning_has_its_programs_defaults(tmp_path, text, rate):
+    config = read(tmp_path, text)
+    assert (config.objective.objective, config.optimizer.learning_rate) == ("dft", rate)
+    off = read(tmp_path, text.replace("true", "false").replace("dft", "nll", "loss_type" in text))
+    assert off.objective.objective == "sft"
+
+
 def test_a_list_of_one_loss_is_that_loss(tmp_path):
     text = "model_name_or_path: m\nuse_peft: true\nloss_type: [hinge]"
     assert read(tmp_path, text, {"objective": "dpo"}).objective.loss_type == "hinge"
@@ -454,9 +469,6 @@ def test_a_supervised_loss_stands_beside_simpo_where_trls_trainer_adds_it(tmp_pa
 def test_supervised_losses_by_trls_names(tmp_path):
     assert read(tmp_path, "model_name_or_path: m\nloss_type: chunked_nll").objective.objective == "sft"
     assert read(tmp_path, "model_name: m\nloss_type: nll").objective.objective == "sft"
-    with pytest.raises(ValueError, match="--loss-type is for --objective dpo") as error:
-        read(tmp_path, "model_name_or_path: m\nloss_type: dft")
-    assert "preference" not in str(error.value)
 
 
 def test_recipes_of_answers_are_known_by_their_loss(tmp_path):

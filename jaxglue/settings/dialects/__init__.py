@@ -89,7 +89,7 @@ def translate(
         values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else (), lines)
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
-    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
+    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in SUPERVISED else set())
     if program is TRL and "objective" not in values.get("objective", {}) and loss:
         wrong.append(
             f"{', '.join(sorted(loss))}: settings of a preference loss, and TRL names it in the command: add "

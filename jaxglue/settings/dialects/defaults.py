@@ -75,6 +75,7 @@ class ForeignProgram:
     def fill(self, values: Nested, known: Mapping[str, type]) -> Iterator[str]:
         """Add the defaults of absent settings that the groups have; yield a text for each, such as "epochs 3"."""
         objective = values.get("objective", {}).get("objective", "sft")
+        objective = "sft" if objective == "dft" else objective  # a loss of the same trainer
         is_adapted = values.get("model", {}).get("method", "lora") == "lora"
         groups = {**self.settings}
         if objective in self.objective:

@@ -286,7 +286,7 @@ REFUSED = {
         "adapters begin at zero, as PEFT's do by default",
     ),
     **dict.fromkeys(
-        ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "enable_dft_loss", "ebft", "diffusion"),
+        ("use_asft_loss", "use_eaft_loss", "use_eaft", "ebft", "diffusion"),
         "--objective names the losses that there are",
     ),
     "external_plugins": "name functions of Python's as they are here: --reward file.py:function, --environment",

@@ -45,6 +45,8 @@ _OWN_TOKENS = ("bos_token", "unk_token")
 """Special tokens of axolotl's that the tokenizer's own stand for."""
 SUPERVISED = ("nll", "chunked_nll")
 """TRL's names of the loss of supervised training."""
+_DYNAMIC = {"loss_type": "dft", "use_dft_loss": True, "enable_dft_loss": True}
+"""Settings for dynamic fine-tuning, of TRL, LLaMA-Factory and ms-swift."""
 WIDER = {
     **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit"), ("adamw_8bit", 4, 8)),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", 8, 32)),
@@ -101,6 +103,10 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
         values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
     if values.get("loss_type") in SUPERVISED:
         del values["loss_type"]
+    for name, on in _DYNAMIC.items():
+        if values.get(name) == on:
+            del values[name]
+            values["objective"] = "dft"
     if values.get("num_labels") == 1:
         del values["num_labels"]  # a score, as reward models have it
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
