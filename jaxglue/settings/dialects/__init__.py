@@ -39,6 +39,7 @@ from jaxglue.settings.dialects.meaning import (
     use_trackers,
     use_whole_distribution,
     use_whole_embedding,
+    use_wide_weights,
     use_wider_moments,
 )
 from jaxglue.settings.dialects.rollouts import with_rollouts
@@ -110,6 +111,7 @@ def translate(
         use_whole_embedding(values, program),
         use_balance(recipe),
         use_betas_of_muon(values, program),
+        use_wide_weights(values, program),
         use_wider_moments(recipe),
         use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"

@@ -220,6 +220,7 @@ TORCHTUNE = ForeignProgram(
         "data": {"eval_fraction": 0.0, "overlong": "truncate"},
     },
     adapter={"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj", "v_proj")},
+    remarks={"weight_decay": " (there of norms, too)"},
     rows="documents are as long as the model's positions",
 )
 SWIFT = ForeignProgram(

@@ -192,6 +192,13 @@ def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: Foreig
     return line if given else None
 
 
+def use_wide_weights(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about weights that train in bfloat16 in torchtune."""
+    if program is not TORCHTUNE or values.get("model", {}).get("dtype") != "bfloat16":
+        return None
+    return "weights that train are in float32 here, in bfloat16 there"
+
+
 def use_betas_of_muon(values: Nested, program: ForeignProgram | None) -> str | None:
     """Give the parameters that Muon leaves to AdamW axolotl's betas, unless the recipe names both; return a line."""
     table = values.get("optimizer", {})

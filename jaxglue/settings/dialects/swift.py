@@ -65,7 +65,7 @@ _ROOM = (
 )
 """Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
 _REWARDS = {
-    "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>$",
+    "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>\Z",
 }
 
 
