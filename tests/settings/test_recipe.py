@@ -189,6 +189,13 @@ def test_trls_recipes_of_answers_written_in_training_are_translated(write, caplo
     assert load_config(TrainConfig, write(sequences)).objective.objective == "gspo"
 
 
+def test_the_longest_answer_of_a_pair_asks_for_no_rollouts(write, caplog):
+    path = write("model_name: m\nmax_prompt_length: 64\nmax_completion_length: 32\ndata: [a.jsonl]\n", "r.yaml")
+    config = parse_config(TrainConfig, ["--recipe", str(path), "--objective", "orpo"])
+    assert config.objective.objective == "orpo" and config.run.documents_per_step == 8
+    assert "may differ: max_prompt_length (--seq-len bounds prompt and answer together)" in caplog.text
+
+
 def test_tokens_left_out_of_sampling_are_those_of_the_recipe(write, caplog):
     answers = load_config(TrainConfig, write(ANSWERS + "top_p: 0.9\ntop_k: 50\nmin_p: 0.1\n")).rollouts
     assert (answers.top_p, answers.top_k, answers.min_p) == (0.9, 50, 0.1)

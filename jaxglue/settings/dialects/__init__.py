@@ -154,7 +154,7 @@ def _read(
     """
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
-    ours = with_rollouts(with_one_name(recipe), where)
+    ours = with_rollouts(with_one_name(recipe), where, flags.get("objective"))
     for step in (described_sources, with_our_data, with_objective):
         try:
             ours = step(ours, where)

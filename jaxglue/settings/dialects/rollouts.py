@@ -11,6 +11,8 @@ _NAMES = {
     *("importance_sampling_level", "mask_truncated_completions", "scale_rewards"),
 }
 """Settings that such recipes alone have."""
+_COMPARED = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
+"""Objectives of answers in the rows, some of whose settings have such names, too."""
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 _SEPARATE = "gdpo"
 """axolotl's name of GRPO whose rewards are normalized each by itself."""
@@ -32,10 +34,15 @@ _WHOLE: dict[str, tuple[Any, ...]] = {"top_p": (1, None), "top_k": (0, -1, None)
 _BATCH, _STEPS, _PARTS = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"
 
 
-def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
+def with_rollouts(recipe: Mapping[str, Any], where: str, objective: str | None = None) -> Nested:
     """Return the recipe with our objective, rewards and sizes in place of TRL's, if it asks for such answers.
 
     A step of TRL has as many answers as its batches on one GPU; its own table in a recipe of axolotl is `trl`.
+
+    Args:
+        recipe: flat settings.
+        where: the beginning of errors.
+        objective: named beside the recipe.
 
     Raises:
         ValueError: a value without a counterpart; begins with `where` and the key.
@@ -45,6 +52,10 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
         values = {**{key: value for key, value in values.items() if key != "trl"}, **nested}
     if not _NAMES & values.keys():
         return dict(recipe)
+    if (objective or values.get("objective", values.get("rl"))) in _COMPARED:
+        if "max_completion_length" in values:  # in TRL the bound of a pair's answers
+            values.setdefault("max_prompt_length", values.pop("max_completion_length"))
+        return values
     try:
         of_unsloth = program_of(recipe) is UNSLOTH
         if of_unsloth and "objective" not in values:
