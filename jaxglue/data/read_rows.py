@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.files import Row
 from jaxglue.data.images import ImageRules
 from jaxglue.data.limits import memory_limit, template_time_limit
-from jaxglue.data.messages import listed
+from jaxglue.data.messages import from_json, listed, read_chat
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import ChatTemplate, plain_pieces
@@ -267,6 +267,45 @@ class UnitEncoder:
 def has_image(value: Any) -> bool:
     """Return whether a value of a row is an object with an image, or several."""
     return isinstance(value, Mapping) and (value.get("image") is not None or bool(value.get("images")))
+
+
+def named_texts(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ms-swift's row of `messages`, `positive_messages` and `negative_messages` as one of named texts.
+
+    Others are returned as they are. A text is the only message of its list, the first's behind an `instruction`
+    perhaps, its system message.
+
+    Raises:
+        ValueError: no lists of such messages.
+    """
+    if row.get(_MESSAGES[1]) is None:
+        return row
+    if shown := next((name for name in _SHOWN if row.get(name)), None):
+        raise ValueError(f"{shown!r} are not read beside messages: write a text with images as an object of both")
+    instruction, query = _said(row.get(_MESSAGES[0]), _MESSAGES[0])
+    found: dict[str, Any] = {"query": query} | ({} if instruction is None else {"instruction": instruction})
+    for name, key in (("positive", _MESSAGES[1]), ("negative", _MESSAGES[2])):
+        lists = from_json([] if row.get(key) is None else row[key], key)
+        if not isinstance(lists, list):
+            raise ValueError(f"{key!r} must be a list of lists of messages, got {type(lists).__name__}")
+        if lists:
+            found[name] = [_said(messages, key)[1] for messages in lists]
+    return found
+
+
+_MESSAGES = ("messages", "positive_messages", "negative_messages")
+_SHOWN = ("images", "positive_images", "negative_images")
+MESSAGES_READ = frozenset(_MESSAGES)
+"""Columns of `named_texts`."""
+
+
+def _said(messages: Any, name: str) -> tuple[str | None, str]:
+    """Return the system message, if there is one, and the text of the other message."""
+    read = read_chat(messages, None, name).messages
+    system = str(read.pop(0)["content"]) if len(read) > 1 and read[0]["role"] == "system" else None
+    if len(read) != 1 or not isinstance(text := read[0].get("content"), str):
+        raise ValueError(f"{name!r} must have one message with a text, and may have a system message before it")
+    return system, text
 
 
 def require_text(name: str, value: Any) -> Any:

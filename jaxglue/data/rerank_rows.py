@@ -7,7 +7,17 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.messages import listed, number_of
 from jaxglue.data.questions import YES_NO, Labels
-from jaxglue.data.read_rows import Frame, PartText, UnitEncoder, UnitText, beginning, has_image, require_text
+from jaxglue.data.read_rows import (
+    MESSAGES_READ,
+    Frame,
+    PartText,
+    UnitEncoder,
+    UnitText,
+    beginning,
+    has_image,
+    named_texts,
+    require_text,
+)
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
@@ -30,9 +40,9 @@ class RerankEncoder(UnitEncoder):
 
     format = "documents"
     sees = True
-    keys = frozenset(
-        {"query", "instruction", "document", "label", "documents", "labels", "positive", "negative", "negatives"}
-    )
+    keys = MESSAGES_READ | {
+        *("query", "instruction", "document", "label", "documents", "labels", "positive", "negative", "negatives")
+    }
 
     def __init__(
         self,
@@ -64,6 +74,7 @@ class RerankEncoder(UnitEncoder):
 
     def unit(self, row: Mapping[str, Any]) -> UnitText:
         """Return a row's query and documents, with the label of each."""
+        row = named_texts(row)
         if (query := row.get("query")) is None:
             raise ValueError(f"a row of a reranker needs {_FORMS}; its keys are {listed(dict(row))}")
         require_text("query", query)

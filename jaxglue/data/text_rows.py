@@ -8,7 +8,16 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.messages import listed, number_of
-from jaxglue.data.read_rows import PartText, UnitEncoder, UnitText, beginning, ending, require_text
+from jaxglue.data.read_rows import (
+    MESSAGES_READ,
+    PartText,
+    UnitEncoder,
+    UnitText,
+    beginning,
+    ending,
+    named_texts,
+    require_text,
+)
 from jaxglue.data.store import TOKEN_BYTES
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2
@@ -31,7 +40,7 @@ class TextEncoder(UnitEncoder):
     """
 
     format = "texts"
-    keys = frozenset({*_ANCHORS, *_POSITIVES, "negative", "negatives", *_SCORED})
+    keys = MESSAGES_READ | {*_ANCHORS, *_POSITIVES, "negative", "negatives", *_SCORED}
     sees = True
 
     def __init__(
@@ -52,6 +61,7 @@ class TextEncoder(UnitEncoder):
         """Return a row's texts."""
         if self._scored:
             return self._pair(row)
+        row = _of_messages(row)
         anchor, positive = _named(row, _ANCHORS), _named(row, _POSITIVES)
         negatives = _negatives(row)
         if positive in negatives:
@@ -73,6 +83,17 @@ class TextEncoder(UnitEncoder):
             raise ValueError(f"'score' must be a number, a pair's similarity; the row's keys are {listed(dict(row))}")
         texts = [_named(row, (name, *others)) for name, others in (("sentence1", _ANCHORS), ("sentence2", _POSITIVES))]
         return UnitText([], [self._part_text(kind, "", text, score) for kind, text in enumerate(texts)])
+
+
+def _of_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of messages as one of texts; refuse an instruction, and several positives."""
+    if (named := named_texts(row)) is row:
+        return row
+    if "instruction" in named:
+        raise ValueError("a text of messages has a system message: take it out, and name it with --query-prompt")
+    if len(positives := named.get("positive", ())) != 1:
+        raise ValueError(f"a row has one positive, got {len(positives)}: make a row of each")
+    return {**named, "positive": positives[0]}
 
 
 def _negatives(row: Mapping[str, Any]) -> list[Any]:

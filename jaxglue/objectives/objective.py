@@ -20,6 +20,7 @@ OBJECTIVES = Registry["type[Objective]"](
     "objective",
     {
         "sft": "jaxglue.objectives.sft:Supervised",
+        "dft": "jaxglue.objectives.dft:Dynamic",
         "dpo": "jaxglue.objectives.dpo:DPO",
         "ipo": "jaxglue.objectives.ipo:IPO",
         "kto": "jaxglue.objectives.kto:KTO",
@@ -56,7 +57,7 @@ _SETTINGS = Registry["type[ObjectiveConfig]"](
             "reading_config:DecideHeadSettings": ("decide_head",),
             "reading_config:EmbedSettings": ("embed",),
             "reading_config:RerankSettings": ("rerank", "rerank_score"),
-            "objective:ObjectiveConfig": ("sft",),
+            "objective:ObjectiveConfig": ("sft", "dft"),
             "config:DPOSettings": ("dpo",),
             "config:IPOSettings": ("ipo",),
             "config:KTOSettings": ("kto",),
@@ -83,8 +84,9 @@ class ObjectiveConfig(KindSettings):
 
     named_by: ClassVar = "objective"
     objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
-    """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
-    KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
+    """Supervised cross-entropy, or dft, which weighs it by the tokens' probabilities (arXiv 2508.05629); or a loss of
+    preferred and other answers: DPO (2305.18290), IPO (2310.12036), KTO (2402.01306, rows with a label),
+    ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry);
     or classify, the labels of documents; or decide, typed questions about a state, or decide_head, by a small head;
     embed, texts as vectors; rerank, documents to a query, by yes and no at the head, or rerank_score, by a score;
     or of answers that the model writes and rewards judge: GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476),

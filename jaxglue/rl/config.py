@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from jaxglue.generation.config import Drafts, is_number
 from jaxglue.objectives.objective import frozen_vocabulary
 from jaxglue.ops.choices import Quantize
-from jaxglue.settings.config import Alias, Code, Config, Excludes, Range, Requires, Synonyms
+from jaxglue.settings.config import Alias, Code, Config, Excludes, NonNegativeInt, Range, Requires, Synonyms
 
 
 def file_of_function(text: str) -> str | None:
@@ -45,6 +45,13 @@ class RolloutConfig(Config):
     """Answers that are sampled together; a multiple of num_generations."""
     max_completion_length: Annotated[int, Range(ge=1, le=2**24), Alias("max_response_length")] = 512
     """The most tokens of an answer."""
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    """Sample answers from the fewest most likely tokens whose probabilities reach this sum; as with --top-k and
+    --min-p, log-probabilities in loss, ratios and divergence stay those among all tokens."""
+    top_k: NonNegativeInt = 0
+    """Sample them from this many most likely tokens; 0 samples from all."""
+    min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
+    """Sample them from tokens at least this share as likely as the likeliest one."""
     steps_per_generation: Annotated[int, Range(ge=1, le=2**16)] = 1
     """Optimizer steps among which the answers that were sampled together are divided."""
     num_iterations: Annotated[int, Range(ge=1, le=1000)] = 1

@@ -128,7 +128,9 @@ class TrainedPolicy:
         sampling = SamplingConfig(
             max_tokens=plan.config.max_completion_length,
             temperature=run.objective.temperature,
-            top_p=1.0,
+            top_p=plan.config.top_p,
+            top_k=plan.config.top_k,
+            min_p=plan.config.min_p,
             seed=plan.seed,
         )
         self.multiplied: list[bool] | None = None

@@ -29,6 +29,7 @@ SILENT = {
     "Unsloth": "model_name: m\nmax_steps: 60",
 }
 """Recipes that state nothing beyond what their program demands."""
+GROUPS = ("model", "optimizer", "data", "lora", "run")
 COMMON = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "clip_norm": 1.0}
 
 
@@ -271,6 +272,21 @@ def test_other_values_of_these_settings_are_told(tmp_path, caplog, text):
         assert f"may differ: {text.partition(':')[0]}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("model_name_or_path: m\nloss_type: dft", 2e-5),
+        ("model_name_or_path: m\nstage: sft\nuse_dft_loss: true", 5e-5),
+        ("model: m\ntuner_type: lora\nenable_dft_loss: true", 1e-4),
+    ],
+)
+def test_dynamic_fine_tuning_has_its_programs_defaults(tmp_path, text, rate):
+    config = read(tmp_path, text)
+    assert (config.objective.objective, config.optimizer.learning_rate) == ("dft", rate)
+    off = read(tmp_path, text.replace("true", "false").replace("dft", "nll", "loss_type" in text))
+    assert off.objective.objective == "sft"
+
+
 def test_a_list_of_one_loss_is_that_loss(tmp_path):
     text = "model_name_or_path: m\nuse_peft: true\nloss_type: [hinge]"
     assert read(tmp_path, text, {"objective": "dpo"}).objective.loss_type == "hinge"
@@ -288,6 +304,11 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
         ("val_set_size: 200", {"eval_fraction": 200}),
         ("val_set_size: 0.1\nearly_stopping_steps: 3", {"early_stopping": 3}),
         ("lr_scheduler: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-5}", {"min_lr_ratio": 0.1}),
+        ("optimizer: muon\nadam_beta1: 0.9", {"beta1": 0.95, "beta2": 0.95}),
+        ("optimizer: muon\nadam_beta1: 0.9\nadam_beta2: 0.98", {"beta1": 0.9, "beta2": 0.98}),
+        ("reward_model: true\nadapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_dropout: 0.1", {"dropout": 0.0}),
+        ("unfrozen_parameters: [^model.language_model.*, lm_head.*$]", {"train_vision": "none"}),
+        ("unfrozen_parameters:", {"train_vision": "none"}),
         (
             "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
             "lora_target_parameters: [mlp.experts.down_proj]",
@@ -302,9 +323,15 @@ def test_a_list_of_one_loss_is_that_loss(tmp_path):
 )
 def test_sizes_of_axolotl_and_others_are_ours(tmp_path, text, expected):
     config = read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\n{text}")
-    merged = {**vars(config.optimizer), **vars(config.data), **vars(config.lora), **vars(config.run)}
+    merged = {name: value for group in GROUPS for name, value in vars(getattr(config, group)).items()}
     for name, value in expected.items():
         assert merged[name] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize("value", ["[model.language_model.*]", "[lm_head, 'model.layers.4[4-9]+.mlp']", "[3]"])
+def test_parts_of_a_text_model_that_train_alone_are_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="unfrozen_parameters: no counterpart here but for the whole text model"):
+        read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nunfrozen_parameters: {value}")
 
 
 @pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])
@@ -442,9 +469,6 @@ def test_a_supervised_loss_stands_beside_simpo_where_trls_trainer_adds_it(tmp_pa
 def test_supervised_losses_by_trls_names(tmp_path):
     assert read(tmp_path, "model_name_or_path: m\nloss_type: chunked_nll").objective.objective == "sft"
     assert read(tmp_path, "model_name: m\nloss_type: nll").objective.objective == "sft"
-    with pytest.raises(ValueError, match="--loss-type is for --objective dpo") as error:
-        read(tmp_path, "model_name_or_path: m\nloss_type: dft")
-    assert "preference" not in str(error.value)
 
 
 def test_recipes_of_answers_are_known_by_their_loss(tmp_path):

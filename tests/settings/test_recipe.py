@@ -189,18 +189,37 @@ def test_trls_recipes_of_answers_written_in_training_are_translated(write, caplo
     assert load_config(TrainConfig, write(sequences)).objective.objective == "gspo"
 
 
+def test_the_longest_answer_of_a_pair_asks_for_no_rollouts(write, caplog):
+    path = write("model_name: m\nmax_prompt_length: 64\nmax_completion_length: 32\ndata: [a.jsonl]\n", "r.yaml")
+    config = parse_config(TrainConfig, ["--recipe", str(path), "--objective", "orpo"])
+    assert config.objective.objective == "orpo" and config.run.documents_per_step == 8
+    assert "may differ: max_prompt_length (--seq-len bounds prompt and answer together)" in caplog.text
+
+
+def test_tokens_left_out_of_sampling_are_those_of_the_recipe(write, caplog):
+    answers = load_config(TrainConfig, write(ANSWERS + "top_p: 0.9\ntop_k: 50\nmin_p: 0.1\n")).rollouts
+    assert (answers.top_p, answers.top_k, answers.min_p) == (0.9, 50, 0.1)
+    assert "top_p, top_k, min_p: log-probabilities of sampling are those among all tokens" in caplog.text
+    caplog.clear()
+    answers = load_config(TrainConfig, write(ANSWERS + "top_p: 1.0\ntop_k: -1\nmin_p: null\n")).rollouts
+    assert (answers.top_p, answers.top_k, answers.min_p) == (1.0, 0, 0.0)
+    assert "among all tokens" not in caplog.text
+
+
 def test_axolotls_table_of_trl_is_translated(write):
     table = "trl: {num_generations: 4, beta: 0.1, reward_funcs: [rewards.short], vllm_mode: colocate}\n"
     own = f"base_model: m\nadapter: lora\nrl: grpo\ndatasets: [{{path: a}}]\nmicro_batch_size: 16\n{table}"
     config = load_config(TrainConfig, write(own))
     assert (config.objective.objective, config.objective.beta) == ("dapo", 0.1)
     assert (config.rollouts.reward, config.rollouts.generation_batch_size) == (("rewards.py:short",), 16)
+    config = load_config(TrainConfig, write(own.replace("rl: grpo", "rl: gdpo")))
+    assert (config.objective.objective, config.objective.multi_objective_aggregation) == ("dapo", "normalize_then_sum")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("top_p: 0.9", "recipe.yml: line 15: top_p: answers are sampled from the whole distribution, whose log-"),
+        ("repetition_penalty: 1.1", "recipe.yml: line 15: repetition_penalty: 1.1 changes the distribution whose log-"),
         ("loss_type: sigmoid", "recipe.yml: line 15: loss_type: expected grpo | dapo"),
         ("reward_weights: [1]", "reward_weights: expected one for each of 2 functions, got 1"),
         ("steps_per_generation: 3", "steps_per_generation: expected a multiple of gradient_accumulation_steps, 2, g"),

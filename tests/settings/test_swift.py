@@ -10,6 +10,8 @@ from jaxglue.training.config import TrainConfig
 
 BASE = {"model": "m", "dataset": "rows.jsonl", "tuner_type": "lora"}
 
+EMBEDDING = {"task_type": "embedding", "loss_type": "infonce"}
+
 
 def load(tmp_path: Path, **settings) -> TrainConfig:
     path = tmp_path / "recipe.yaml"
@@ -57,10 +59,28 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"rlhf_type": "dpo"}, "objective", {"objective": "dpo", "beta": 0.1}),
         ({"rlhf_type": "simpo"}, "objective", {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0}),
         ({"rlhf_type": "kto"}, "lora", {"dropout": 0.0}),
+        ({"rlhf_type": "rm"}, "lora", {"dropout": 0.0}),
+        ({"system": r"Be brief.\nBe kind."}, "data", {"system": "Be brief.\nBe kind."}),
         ({"rlhf_type": "rm"}, "objective", {"objective": "reward"}),
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "objective", {"num_labels": 3}),
         ({"task_type": "seq_cls", "num_labels": 3, "use_chat_template": False}, "data", {"format": "auto_chat"}),
         ({"task_type": "causal_lm"}, "objective", {"objective": "sft"}),
+        (EMBEDDING, "objective", {"objective": "embed", "similarity_scale": 10.0, "max_text_length": 4096}),
+        (EMBEDDING | {"max_length": 64}, "data", {"seq_len": 64, "format": "auto"}),
+        (EMBEDDING | {"max_length": 64}, "objective", {"max_text_length": 64}),
+        (EMBEDDING, "lora", {"dropout": 0.0}),
+        (EMBEDDING, "run", {"documents_per_step": 16}),
+        (EMBEDDING, "optimizer", {"learning_rate": 1e-4}),
+        (
+            {"task_type": "generative_reranker", "loss_type": "listwise_reranker", "max_length": 64},
+            "objective",
+            {"objective": "rerank", "rerank_loss": "listwise", "max_document_length": 64},
+        ),
+        (
+            {"task_type": "reranker", "loss_type": "pointwise_reranker", "label_names": "labels"},
+            "objective",
+            {"objective": "rerank_score", "rerank_loss": "pointwise"},
+        ),
         ({"max_epochs": 0.5}, "run", {"epochs": 0.5}),
         ({"save_total_limit": -1}, "run", {"keep_checkpoints": 2}),
         ({"learning_rate": 1e-4, "lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, "optimizer", {"min_lr_ratio": 0.1}),
@@ -77,6 +97,27 @@ def test_answers_written_in_training_have_its_defaults(tmp_path):
     config = load(tmp_path, rlhf_type="grpo", reward_funcs=["accuracy", "format"], num_generations=4)
     assert (config.objective.objective, config.objective.beta, config.objective.temperature) == ("grpo", 0.04, 0.9)
     assert config.rollouts.reward[0] == "math" and config.rollouts.reward[1].startswith("regex?pattern=^<think>")
+
+
+def test_a_teacher_is_distilled_with_its_defaults(tmp_path, caplog):
+    given = {"rlhf_type": "gkd", "teacher_model": "t", "split_dataset_ratio": 0.01, "max_length": 100}
+    config = load(tmp_path, **given, per_device_train_batch_size=3, teacher_deepspeed="zero3", sft_alpha=0)
+    objective, answers = config.objective, config.rollouts
+    assert (objective.objective, objective.beta, objective.temperature) == ("distill", 0.5, 0.9)
+    assert (answers.teacher, answers.lmbda, answers.max_completion_length) == ("t", 0.5, 512)
+    assert (answers.generation_batch_size, answers.num_generations, answers.steps_per_generation) == (18, None, 1)
+    assert (config.data.seq_len, config.data.eval_fraction, config.lora.dropout) == (612, 0.0, 0.0)
+    assert "50% of the steps are on answers of the rows, of which 512 tokens are read at most" in caplog.text
+    assert "0.01 of the prompts are held out there, and none here" in caplog.text
+    assert load(tmp_path, **given, lmbda=1, gradient_accumulation_steps=4).rollouts.generation_batch_size == 4
+
+
+def test_a_system_message_may_be_a_file(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Think first.\n", encoding="utf-8")
+    assert load(tmp_path, system=str(path)).data.system == "Think first.\n"
+    with pytest.raises(ValueError, match=r"system: cannot read .*other.txt: No such file"):
+        load(tmp_path, system=str(tmp_path / "other.txt"))
 
 
 def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
@@ -100,9 +141,12 @@ def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
         ({"tuner_type": "longlora"}, "tuner_type: expected lora | full, got 'longlora'"),
         ({"quant_bits": 2}, "quant_bits: expected 4 | 8, got 2"),
         ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
-        ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | rm | grpo, got 'ppo'"),
-        ({"rlhf_type": "gkd"}, "got 'gkd': --objective distill with --teacher learns a teacher's distributions"),
-        ({"task_type": "embedding"}, "task_type: expected seq_cls, got 'embedding': --objective embed trains"),
+        ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | grpo | rm | gkd, got 'ppo'"),
+        ({"rlhf_type": "gkd"}, "--objective distill needs --teacher"),
+        ({"rlhf_type": "gkd", "teacher_model": "t", "sft_alpha": 0.1}, "does not know: sft_alpha"),
+        ({"rlhf_type": "gkd", "teacher_model_server": "http://t"}, "teacher_model_server: no counterpart here"),
+        ({"task_type": "embedding"}, "loss_type: expected infonce, got None"),
+        ({"task_type": "prm"}, "task_type: expected seq_cls | embedding | reranker | generative_reranker, got 'prm'"),
         (
             {"task_type": "seq_cls", "problem_type": "regression"},
             "got 'regression': --objective classify learns labels",

@@ -54,6 +54,15 @@ def test_columns_of_a_data_set_are_those_of_its_builder(tmp_path, settings, colu
     assert (source.name, source.columns, source.format, source.system) == ("a.jsonl", columns, format, system)
 
 
+def test_what_its_optimizers_do_otherwise_is_told(tmp_path, caplog):
+    load(tmp_path, dataset=data_set("chat_dataset"), dtype="bf16")
+    assert "weights that train are in float32 here, in bfloat16 there" in caplog.text
+    assert "weight_decay 0.01 (there of norms, too)" in caplog.text
+    caplog.clear()
+    load(tmp_path, dataset=data_set("chat_dataset"), dtype="fp32")
+    assert "in bfloat16 there" not in caplog.text
+
+
 def test_texts_that_are_chats_there_are_told(tmp_path, caplog):
     load(tmp_path, dataset=data_set("stack_exchange_paired_dataset"))
     assert "may differ: stack_exchange_paired_dataset (prompts and answers of these pairs are texts here" in caplog.text

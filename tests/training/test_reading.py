@@ -20,6 +20,18 @@ QUESTIONS = {
 }
 
 
+def said(text, role="user"):
+    return {"role": role, "content": text}
+
+
+SWIFT = {
+    "messages": [said("a")],
+    "positive_messages": [[said("b", "assistant")]],
+    "negative_messages": [[said("c", "assistant")], [said("d", "assistant")]],
+}
+"""A row of ms-swift's."""
+
+
 def decisions(count):
     return [
         {
@@ -146,6 +158,23 @@ def test_numbers_of_tables_are_those_of_json(make_config, write_jsonl, tmp_path,
 
 
 @pytest.mark.parametrize(
+    ("objective", "messages", "named"),
+    [
+        ("embed", SWIFT, {"query": "a", "positive": "b", "negative": ["c", "d"]}),
+        (
+            "rerank",
+            SWIFT | {"messages": [said("Say so.", "system"), said("a")], "negative_messages": None},
+            {"query": "a", "instruction": "Say so.", "positive": ["b"]},
+        ),
+    ],
+)
+def test_rows_of_messages_are_those_of_their_texts(make_config, write_jsonl, objective, messages, named):
+    paths = [write_jsonl([row] * 2, f"{name}.jsonl") for name, row in (("messages", messages), ("named", named))]
+    stores = [resolve(make_config(data=(path,), objective=objective)).data.train.store for path in paths]
+    assert stores[0].info["digest"] == stores[1].info["digest"]
+
+
+@pytest.mark.parametrize(
     ("objective", "row", "message"),
     [
         ("embed", {"query": "a", "positive": "b", "negative": "b"}, "a negative is equal to the positive"),
@@ -159,6 +188,11 @@ def test_numbers_of_tables_are_those_of_json(make_config, write_jsonl, tmp_path,
         ("rerank", {"query": " ", "document": "b", "label": 1}, "'query' must be a text, got an empty text"),
         ("rerank", {"query": 7, "document": "b", "label": 1}, "'query' must be a text, got int"),
         ("decide", {"state": "a", "questions": QUESTIONS, "gold": {}}, "question 'good': no gold answer"),
+        ("embed", SWIFT | {"positive_messages": [[said("b")], [said("c")]]}, "a row has one positive, got 2"),
+        ("embed", SWIFT | {"messages": [said("s", "system"), said("a")]}, "system message: take it out, and name"),
+        ("embed", SWIFT | {"positive_messages": [[said("b"), said("c")]]}, "'positive_messages' must have one message"),
+        ("embed", SWIFT | {"positive_images": ["a.png"]}, "'positive_images' are not read beside messages"),
+        ("rerank", SWIFT | {"positive_messages": "{}"}, "'positive_messages' must be a list of lists of messages"),
     ],
 )
 def test_bad_rows_are_named_before_training(with_weights, write_jsonl, objective, row, message):

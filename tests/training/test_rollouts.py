@@ -114,6 +114,15 @@ def test_a_run_samples_rewards_and_trains(make_run, monkeypatch):
     assert dict(run["plan"]["rows"])["objective"].startswith("grpo")
 
 
+@pytest.mark.parametrize("setting", [{"top_k": 1}, repeat({"top_p": 1e-6}), repeat({"min_p": 1.0})], ids=str)
+def test_tokens_left_out_of_sampling_stay_in_log_probabilities(make_run, setting):
+    config = make_run(steps=1, **setting)
+    (values,), lines = read_metrics(train(config).metrics), rollouts(config)
+    assert len({(line["origin"], line["answer"]) for line in lines}) == 2  # answers of the likeliest tokens alone
+    assert values["sampling/sampling_logp_difference/mean"] < 1e-5
+    assert values["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("continued", [repeat(False), True])
 def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     """New adapters are left out, and add nothing at first; those of another run have a copy."""

@@ -26,15 +26,20 @@ from jaxglue.settings.dialects.factory_v1 import with_v1_settings
 from jaxglue.settings.dialects.left_out import AS_HERE, CHANGES, HARMLESS, NOTES, REFUSED
 from jaxglue.settings.dialects.meaning import (
     use_balance,
+    use_betas_of_muon,
     use_chats,
     use_constant_rate,
     use_documents,
     use_no_dropout,
+    use_no_share,
     use_pieces,
     use_room,
+    use_texts,
     use_tower,
     use_trackers,
+    use_whole_distribution,
     use_whole_embedding,
+    use_wide_weights,
     use_wider_moments,
 )
 from jaxglue.settings.dialects.rollouts import with_rollouts
@@ -85,7 +90,7 @@ def translate(
         values, left_out, wrong = _read(given, cls, where, flags, HARMLESS if not strict else (), lines)
     if "objective" in flags:
         values.setdefault("objective", {})["objective"] = flags["objective"]
-    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in (*SUPERVISED, "dft") else set())
+    loss = _PREFERENCE & recipe.keys() - ({"loss_type"} if recipe.get("loss_type") in SUPERVISED else set())
     if program is TRL and "objective" not in values.get("objective", {}) and loss:
         wrong.append(
             f"{', '.join(sorted(loss))}: settings of a preference loss, and TRL names it in the command: add "
@@ -97,11 +102,16 @@ def translate(
     notes = [
         use_documents(given, values, program),
         use_chats(values, program),
+        use_texts(values, program),
         use_pieces(recipe, values, program),
         use_room(given, values) if program is not None else None,
+        use_no_share(values) if program is not None else None,
+        use_whole_distribution(values, program),
         use_tower(recipe, values, program),
         use_whole_embedding(values, program),
         use_balance(recipe),
+        use_betas_of_muon(values, program),
+        use_wide_weights(values, program),
         use_wider_moments(recipe),
         use_constant_rate(recipe, values, program),
         f"{program.rows} there, and here of 4,096 tokens at most: --seq-len says more"
@@ -144,7 +154,7 @@ def _read(
     """
     values: Nested = {}
     unknown, wrong, left_out = [], list[str](), dict[str, list[str]]()
-    ours = with_rollouts(with_one_name(recipe), where)
+    ours = with_rollouts(with_one_name(recipe), where, flags.get("objective"))
     for step in (described_sources, with_our_data, with_objective):
         try:
             ours = step(ours, where)

@@ -12,6 +12,8 @@ from jaxglue.settings.dialects.values import Nested
 
 _PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
 _SCORED = ("reward", "classify")
+READ = ("embed", "rerank", "rerank_score")
+"""Objectives whose texts are read, not continued."""
 _POLICY_GRADIENTS = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "luspo", "vespo", "rloo")
 _TRAINER: Nested = {
     "optimizer": {
@@ -73,6 +75,7 @@ class ForeignProgram:
     def fill(self, values: Nested, known: Mapping[str, type]) -> Iterator[str]:
         """Add the defaults of absent settings that the groups have; yield a text for each, such as "epochs 3"."""
         objective = values.get("objective", {}).get("objective", "sft")
+        objective = "sft" if objective == "dft" else objective  # a loss of the same trainer
         is_adapted = values.get("model", {}).get("method", "lora") == "lora"
         groups = {**self.settings}
         if objective in self.objective:
@@ -125,7 +128,7 @@ AXOLOTL = ForeignProgram(
     objective={**dict.fromkeys(_POLICY_GRADIENTS, _POLICY_GRADIENT), **_CPO},
     batch=1,
     remarks={"warmup_ratio": " (at most 100 steps there)"},
-    drops_out_nothing=_PAIRS,
+    drops_out_nothing=(*_PAIRS, "reward"),
 )
 LLAMA_FACTORY = ForeignProgram(
     name="LLaMA-Factory",
@@ -217,6 +220,7 @@ TORCHTUNE = ForeignProgram(
         "data": {"eval_fraction": 0.0, "overlong": "truncate"},
     },
     adapter={"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj", "v_proj")},
+    remarks={"weight_decay": " (there of norms, too)"},
     rows="documents are as long as the model's positions",
 )
 SWIFT = ForeignProgram(
@@ -229,10 +233,11 @@ SWIFT = ForeignProgram(
         "data": {**_TRAINER["data"], "overlong": "drop"},
     },
     adapter={"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
-    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *_POLICY_GRADIENTS), 1e-4),
+    learning_rates=dict.fromkeys(("sft", *_PAIRS, *_SCORED, *READ, *_POLICY_GRADIENTS, "distill"), 1e-4),
     full_learning_rate=1e-5,
     objective={
         "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "rpo_alpha": 1.0},
+        "distill": {"beta": 0.5, "temperature": 0.9},
         **{
             name: {
                 "beta": 0.04,
@@ -245,7 +250,7 @@ SWIFT = ForeignProgram(
     },
     batch=1,
     documents=16,
-    drops_out_nothing=_PAIRS,
+    drops_out_nothing=(*_PAIRS, "reward", "distill"),
     rows="documents are as long as the model's positions",
 )
 PROGRAMS = (AXOLOTL, LLAMA_FACTORY, FACTORY_V1, TRL, UNSLOTH, TORCHTUNE, SWIFT)

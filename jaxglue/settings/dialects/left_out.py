@@ -203,7 +203,7 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
     **dict.fromkeys(("freeze_multi_modal_projector", "freeze_aligner"), (True,)),
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
-    **{"freeze_llm": (False,)},
+    **{"freeze_llm": (False,), "sft_alpha": (0,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
     "shuffle_merged_datasets": (True,),
@@ -270,7 +270,7 @@ REFUSED = {
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
-        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro", "unfrozen_parameters"),
+        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro"),
         "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
         "some layers, --modules-to-save trains embed_tokens and lm_head whole",
     ),
@@ -286,7 +286,7 @@ REFUSED = {
         "adapters begin at zero, as PEFT's do by default",
     ),
     **dict.fromkeys(
-        ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "enable_dft_loss", "ebft", "diffusion"),
+        ("use_asft_loss", "use_eaft_loss", "use_eaft", "ebft", "diffusion"),
         "--objective names the losses that there are",
     ),
     "external_plugins": "name functions of Python's as they are here: --reward file.py:function, --environment",

@@ -7,6 +7,7 @@ from jaxglue.settings.dialects.defaults import (
     AXOLOTL,
     FACTORY_V1,
     LLAMA_FACTORY,
+    READ,
     SWIFT,
     TORCHTUNE,
     TRL,
@@ -63,14 +64,40 @@ def use_room(recipe: Mapping[str, Any], values: Nested) -> str | None:
     if not isinstance(prompt, int):
         prompt = _PROMPT if answer > _PROMPT else None  # otherwise rows without --seq-len have room for both
     data["seq_len"] = None if prompt is None else answer + prompt
-    return data["seq_len"] and f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"
+    told = [f"prompt and answer together have {data['seq_len']:,} tokens at most (--seq-len)"] if prompt else []
+    if (share := values["rollouts"].get("lmbda", 1.0)) < 1:
+        told.append(
+            f"{1 - share:.0%} of the steps are on answers of the rows, of which {answer:,} tokens are read at most "
+            "(--lmbda, --max-completion-length)"
+        )
+    return "; ".join(told) or None
+
+
+def use_whole_distribution(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about answers from a part of the vocabulary, whose log-probabilities are others with vLLM."""
+    corrects = values.get("objective", {}).get("importance_sampling_mode") != "none"
+    names = [name for name in ("top_p", "top_k", "min_p") if name in values.get("rollouts", {})]
+    if not names or not corrects or program not in (AXOLOTL, TRL):
+        return None
+    return (
+        f"{', '.join(names)}: log-probabilities of sampling are those among all tokens, as those of the loss, where "
+        "vLLM's are those among the tokens that are left, by which TRL's correction lowers the weights of answers"
+    )
+
+
+def use_no_share(values: Nested) -> str | None:
+    """Hold no share of the prompts out where answers are written in training; return a line that says so."""
+    if "rollouts" not in values or not (share := values.get("data", {}).pop("eval_fraction", None)):
+        return None
+    return f"{share:g} of the prompts are held out there, and none here: --eval-data names a file of them"
 
 
 def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
     """Render Alpaca's rows with the chat template where the program does; return a line that says so."""
     if program is FACTORY_V1:
         return "a chat is one document, where each of its answers is one there, with what precedes it"
-    if program not in (LLAMA_FACTORY, SWIFT) or "format" in values.setdefault("data", {}):
+    reads = values.get("objective", {}).get("objective") in READ
+    if program not in (LLAMA_FACTORY, SWIFT) or reads or "format" in values.setdefault("data", {}):
         return None
     values["data"]["format"] = "auto_chat"
     if program is LLAMA_FACTORY and values["data"].get("overlong", "truncate") == "truncate":
@@ -79,6 +106,24 @@ def use_chats(values: Nested, program: ForeignProgram | None) -> str | None:
             "their ends (--overlong), where prompts and answers are shortened in proportion there"
         )
     return "rows of instruction and output are rendered with the chat template (--format auto_chat)"
+
+
+def use_texts(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about embeddings or rerankers of ms-swift; texts that are embedded twice have no dropout."""
+    objective = values.get("objective", {}).get("objective")
+    if program is not SWIFT or objective not in READ:
+        return None
+    if objective != "embed":
+        return (
+            "prompts are those of Qwen3's rerankers, and all documents of a row count, where one positive and seven "
+            "negatives are drawn there"
+        )
+    if values.get("model", {}).get("method") != "full":
+        values.setdefault("lora", {}).setdefault("dropout", 0.0)
+    return (
+        "texts are embedded as they are, without a chat template, and adapters drop nothing out; all other texts of a "
+        "step are negatives, where those of a micro-batch are there (--documents-per-step)"
+    )
 
 
 def use_pieces(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram | None) -> str | None:
@@ -145,6 +190,22 @@ def use_constant_rate(recipe: Mapping[str, Any], values: Nested, program: Foreig
     table["warmup_ratio"] = 0.0
     line = "schedule constant has no warm-up there, so none is taken; constant_with_warmup has one"
     return line if given else None
+
+
+def use_wide_weights(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Return a line about weights that train in bfloat16 in torchtune."""
+    if program is not TORCHTUNE or values.get("model", {}).get("dtype") != "bfloat16":
+        return None
+    return "weights that train are in float32 here, in bfloat16 there"
+
+
+def use_betas_of_muon(values: Nested, program: ForeignProgram | None) -> str | None:
+    """Give the parameters that Muon leaves to AdamW axolotl's betas, unless the recipe names both; return a line."""
+    table = values.get("optimizer", {})
+    if program is not AXOLOTL or table.get("optimizer") != "muon" or {"beta1", "beta2"} <= table.keys():
+        return None
+    table |= {"beta1": 0.95, "beta2": 0.95}
+    return "betas of what Muon leaves to AdamW are 0.95 and 0.95, as there without both adam_beta1 and adam_beta2"
 
 
 def use_wider_moments(recipe: Mapping[str, Any]) -> str | None:

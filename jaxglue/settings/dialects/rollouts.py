@@ -11,7 +11,11 @@ _NAMES = {
     *("importance_sampling_level", "mask_truncated_completions", "scale_rewards"),
 }
 """Settings that such recipes alone have."""
+_COMPARED = ("dpo", "ipo", "kto", "orpo", "simpo", "reward")
+"""Objectives of answers in the rows, some of whose settings have such names, too."""
 _LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+_SEPARATE = "gdpo"
+"""axolotl's name of GRPO whose rewards are normalized each by itself."""
 _LOSS = "dapo"
 """TRL's default."""
 _UNSLOTH_LOSS = "bnpo"
@@ -25,20 +29,20 @@ _REWARDS = {
 }
 """Our rewards by TRL's."""
 _SCALES = {True: "group", False: "none", "True": "group", "False": "none"}
-_SAMPLED: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1, None),
-    "min_p": (0, None),
-    "repetition_penalty": (1,),
-}
-"""Settings of sampling with the values that change no distribution."""
+_WHOLE: dict[str, tuple[Any, ...]] = {"top_p": (1, None), "top_k": (0, -1, None), "min_p": (0, None)}
+"""Settings that leave tokens out of sampling, with the values that leave none out."""
 _BATCH, _STEPS, _PARTS = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"
 
 
-def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
+def with_rollouts(recipe: Mapping[str, Any], where: str, objective: str | None = None) -> Nested:
     """Return the recipe with our objective, rewards and sizes in place of TRL's, if it asks for such answers.
 
     A step of TRL has as many answers as its batches on one GPU; its own table in a recipe of axolotl is `trl`.
+
+    Args:
+        recipe: flat settings.
+        where: the beginning of errors.
+        objective: named beside the recipe.
 
     Raises:
         ValueError: a value without a counterpart; begins with `where` and the key.
@@ -48,11 +52,16 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
         values = {**{key: value for key, value in values.items() if key != "trl"}, **nested}
     if not _NAMES & values.keys():
         return dict(recipe)
+    if (objective or values.get("objective", values.get("rl"))) in _COMPARED:
+        if "max_completion_length" in values:  # in TRL the bound of a pair's answers
+            values.setdefault("max_prompt_length", values.pop("max_completion_length"))
+        return values
     try:
         of_unsloth = program_of(recipe) is UNSLOTH
         if of_unsloth and "objective" not in values:
             values |= _UNSLOTH_DAPO if values.setdefault("loss_type", _UNSLOTH_LOSS) == "dapo" else {}
-        values |= _objective(values) | _sizes(values, whole_groups=of_unsloth)
+        values |= _objective(values)
+        values |= _sizes(values, whole_groups=of_unsloth)
         if funcs := values.pop("reward_funcs", None):
             values["reward"] = _rewards(funcs, values.pop("reward_weights", None))
         if "epsilon" in values:
@@ -61,12 +70,12 @@ def with_rollouts(recipe: Mapping[str, Any], where: str) -> Nested:
             values["scale_rewards"] = _SCALES[scale]
         if values.pop("vllm_importance_sampling_correction", True) is False:
             values["importance_sampling_mode"] = "none"
-        for name, neutral in _SAMPLED.items():
-            if values.pop(name, neutral[0]) not in neutral:
-                raise ValueError(
-                    f"{name}: answers are sampled from the whole distribution, whose log-probabilities are trained: "
-                    f"leave it out, or write {neutral[0]}"
-                )
+        values = {name: value for name, value in values.items() if value not in _WHOLE.get(name, ())}
+        if (penalty := values.pop("repetition_penalty", 1)) not in (1, None):
+            raise ValueError(
+                f"repetition_penalty: {penalty!r:.100} changes the distribution whose log-probabilities are trained: "
+                "leave it out, or write 1"
+            )
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     return values
@@ -77,6 +86,9 @@ def _objective(values: Nested) -> Nested:
     ours, theirs = values.get("objective"), values.pop("rl", None)
     loss = values.pop("loss_type", ours if ours in _LOSSES else None)
     level = values.pop("importance_sampling_level", "token")
+    if theirs == _SEPARATE:
+        theirs = "grpo"
+        values.setdefault("multi_objective_aggregation", "normalize_then_sum")
     if (named := ours or theirs) not in (None, *_LOSSES):
         return {"objective": named}
     if loss not in (None, *_LOSSES):
@@ -93,7 +105,7 @@ def _sizes(values: Nested, *, whole_groups: bool) -> Nested:
     """
     batch, accumulated = values.pop(_BATCH, values.pop("micro_batch_size", None)), values.pop(_STEPS, 1)
     parts = values.pop(_PARTS, accumulated)
-    count = values.get("num_generations", _GENERATIONS)
+    count = values.get("num_generations", 1 if values.get("objective") == "distill" else _GENERATIONS)
     if not all(
         isinstance(size, int) and size > 0 for size in (1 if batch is None else batch, accumulated, parts, count)
     ):

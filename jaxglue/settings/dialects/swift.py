@@ -2,44 +2,70 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxglue.files.json_file import parse_json
+from jaxglue.files.regular_file import read_regular_text
 from jaxglue.settings.dialects.data_sets import named_source
 from jaxglue.settings.dialects.values import Nested, renamed
 
 _METHODS = {"lora": "lora", "full": "full"}
-_OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "rm": "reward", "grpo": "grpo"}
+_OBJECTIVES = {
+    **{name: name for name in ("dpo", "kto", "orpo", "simpo", "grpo")},
+    **{"rm": "reward", "gkd": "distill"},
+}
+_DISTILLED = {"per_device_train_batch_size": 1, "max_completion_length": 512, "lmbda": 0.5}
+"""Settings of a teacher's recipe that names none."""
+_DOCUMENTS = 16
+"""Documents of a step whose recipe names no accumulation."""
 _ELSEWHERE = {
-    "gkd": "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
     "ppo": "it needs a model of values: --objective grpo compares answers to a prompt instead",
-    "embedding": "--objective embed trains embeddings, by settings of its own and from rows of anchor and positive",
-    "reranker": "--objective rerank_score trains them, by settings of its own and from rows of query and documents",
-    "generative_reranker": "--objective rerank does, by settings of its own and from rows of query and documents",
     "regression": "--objective classify learns labels, not numbers",
 }
 """Remedies for values without a counterpart."""
+_TASKS = {
+    "seq_cls": "classify",
+    "embedding": "embed",
+    "reranker": "rerank_score",
+    "generative_reranker": "rerank",
+}
+_RANKED: dict[Any, Nested] = {
+    "pointwise_reranker": {"rerank_loss": "pointwise"},
+    "listwise_reranker": {"rerank_loss": "listwise"},
+}
+_READ_LOSSES: dict[str, dict[Any, Nested]] = {
+    "embed": {"infonce": {"embed_loss": "infonce", "similarity_scale": 10.0}},
+    **dict.fromkeys(("rerank", "rerank_score"), _RANKED),
+}
+"""Our settings by its losses, of objectives whose texts are read; its temperature of InfoNCE is 0.1."""
+_LONGEST = {"embed": "max_text_length", **dict.fromkeys(("rerank", "rerank_score"), "max_document_length")}
+_ROW = 4096
+"""Tokens of a text where its recipe bounds none, which is then as long as a row."""
 _LABELS = ("single_label_classification", "multi_label_classification")
 _LOSSES = {"default": "assistant", "last_round": "last-turn", "all": "all"}
 _OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
 _BITS = {4: "nf4", 8: "int8"}
 _COLUMNS = {"query": "question", "response": "answer"}
 """Our names of columns by those of its rows."""
+_MAX_BYTES = 2**18
+"""Size of the largest file of a system message."""
 _EMPTY_THINKING = "ignore_empty_think"
 _RENAMED = {
     **{"adapters": "adapter", "target_regex": "target_modules", "lorap_lr_ratio": "loraplus_lr_ratio"},
     **{"split_dataset_ratio": "eval_fraction", "early_stop_interval": "early_stopping", "attn_impl": "flash_attn"},
     **{"swanlab_exp_name": "swanlab_name", "dynamic_sample": "dynamic_sampling"},
     **{"overlong_filter": "mask_truncated_completions", "max_epochs": "num_train_epochs"},
-    **{"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
+    **{"teacher_model": "teacher", "tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
 }
 _ROOM = (
     *("use_hf", "check_model", "model_name", "model_author", "model_type", "create_checkpoint_symlink", "add_version"),
     *("ddp_backend", "lora_dtype", "val_dataset_shuffle", "download_mode", "load_args", "ignore_args_error"),
+    *("label_names", "teacher_deepspeed", "offload_teacher_model"),
 )
 """Settings without which a run computes the same: names for an assistant are of ms-swift's own data set."""
 _REWARDS = {
-    "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>$",
+    "format": r"regex?pattern=^<think>.*?</think>\s*<answer>.*?</answer>\Z",
 }
 
 
@@ -54,11 +80,29 @@ def with_swift_settings(recipe: Mapping[str, Any], where: str) -> Nested:
         flat["modelscope"] = True
     if any("?rows=" in str(name) for name in flat.get("data", ())):
         flat["dataset_sample"] = True
+    if flat.get("objective") in _READ_LOSSES:
+        flat = _with_texts(flat, where)
     if flat.get("objective") == "classify":  # whose texts are read as their labels' objective reads them
         flat = {key: value for key, value in flat.items() if key not in ("format", "loss_on")}
-    if recipe.get("rlhf_type") == "grpo" and "max_length" in flat:
+    if flat.get("objective") == "distill":
+        flat = _DISTILLED | flat
+        if isinstance(batch := flat["per_device_train_batch_size"], int) and batch > 0:
+            flat.setdefault("gradient_accumulation_steps", -(-_DOCUMENTS // batch))
+    if recipe.get("rlhf_type") in ("grpo", "gkd") and "max_length" in flat:
         flat["max_prompt_length"] = flat.pop("max_length")
     return {"method": "lora"} | flat
+
+
+def _with_texts(settings: Nested, where: str) -> Nested:
+    """Return the settings with those of embeddings or rerankers, whose texts are read as they are."""
+    flat = {key: value for key, value in settings.items() if key not in ("format", "loss_on", "loss_type")}
+    losses = _READ_LOSSES[settings["objective"]]
+    if (loss := settings.get("loss_type")) not in losses:
+        raise ValueError(f"{where}loss_type: expected {' | '.join(losses)}, got {loss!r:.100}")
+    longest = flat.get("max_length", _ROW)
+    if settings["objective"] != "embed":
+        flat.pop("max_length", None)  # a row has all documents of a query
+    return flat | losses[loss] | {_LONGEST[settings["objective"]]: longest}
 
 
 def _one_of(known: Mapping[Any, str], value: Any) -> str:
@@ -83,6 +127,18 @@ def _source(text: str) -> str:
         raise ValueError(f"{text:.100}: expected name, name:subset, or either with #rows")
     files = os.path.splitext(name)[1] in (".jsonl", ".json", ".csv", ".parquet")
     return (name if files else named_source(name, subset or None)) + (f"?rows={rows}" if rows else "")
+
+
+def _system(value: Any) -> Nested:
+    """Return the system message: the text of a file .txt, or the text itself, in which \\n stands for a line's end."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, or a file .txt, got {value!r:.100}")
+    if not value.endswith(".txt"):
+        return {"system": value.replace("\\n", "\n")}
+    try:
+        return {"system": read_regular_text(Path(value), "utf-8", _MAX_BYTES)}
+    except OSError as error:
+        raise ValueError(f"cannot read {value:.200}: {error.strerror}") from None
 
 
 def _columns(value: Any) -> Nested:
@@ -115,12 +171,13 @@ def _targets(value: Any) -> Nested:
 
 _READERS: Mapping[str, Any] = {
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), lambda value: {"method": _one_of(_METHODS, value)}),
-    "task_type": lambda value: {} if value == "causal_lm" else {"objective": _one_of({"seq_cls": "classify"}, value)},
+    "task_type": lambda value: {} if value == "causal_lm" else {"objective": _one_of(_TASKS, value)},
     "problem_type": lambda value: {"problem_type": _one_of({kind: kind for kind in _LABELS}, value)},
     "rlhf_type": lambda value: {"objective": _one_of(_OBJECTIVES, value)},
     "dataset": lambda value: {"data": _sources(value)},
     "val_dataset": lambda value: {"eval_data": _sources(value)},
     "columns": _columns,
+    "system": _system,
     "loss_scale": _loss,
     "truncation_strategy": lambda value: {"overlong": _one_of(_OVERLONG, value)},
     "quant_bits": lambda value: {"quantize": _one_of(_BITS, value)},

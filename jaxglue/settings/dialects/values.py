@@ -45,6 +45,8 @@ _OWN_TOKENS = ("bos_token", "unk_token")
 """Special tokens of axolotl's that the tokenizer's own stand for."""
 SUPERVISED = ("nll", "chunked_nll")
 """TRL's names of the loss of supervised training."""
+_DYNAMIC = {"loss_type": "dft", "use_dft_loss": True, "enable_dft_loss": True}
+"""Settings for dynamic fine-tuning, of TRL, LLaMA-Factory and ms-swift."""
 WIDER = {
     **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit"), ("adamw_8bit", 4, 8)),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", 8, 32)),
@@ -101,6 +103,10 @@ def with_one_name(recipe: Mapping[str, Any]) -> Nested:
         values |= {key: tokens[key] for key in _OWN_TOKENS if tokens.get(key) is not None}
     if values.get("loss_type") in SUPERVISED:
         del values["loss_type"]
+    for name, on in _DYNAMIC.items():
+        if values.get(name) == on:
+            del values[name]
+            values["objective"] = "dft"
     if values.get("num_labels") == 1:
         del values["num_labels"]  # a score, as reward models have it
     linear, modules = values.get("lora_target_linear") is True, values.get("lora_target_modules")
@@ -258,6 +264,24 @@ def _wandb(value: Any) -> Nested:
     return {"run": {"log_project": value}}
 
 
+def _unfrozen(value: Any) -> Nested:
+    """Return settings of axolotl's patterns of what trains, which name the whole text model, and not its tower."""
+    names = [value] if isinstance(value, str) else value or []
+    if not names:
+        return {}
+    plain = {re.sub(r"^\^|[.*$]+$", "", name) if isinstance(name, str) else name for name in names}
+    if not {"model.language_model", "lm_head"} <= plain <= _TEXT_MODEL:
+        raise ValueError(
+            f"no counterpart here but for the whole text model, model.language_model and lm_head, got {names!r:.100}: "
+            "--layers adapts some layers, --modules-to-save trains embed_tokens and lm_head whole"
+        )
+    return {"model": {"train_vision": "none"}}
+
+
+_TEXT_MODEL = {"model.language_model", "lm_head", "embed_tokens"}
+"""Parts of a model that sees, without its tower."""
+
+
 def _reward_model(value: Any) -> Nested:
     if not isinstance(value, bool):
         raise ValueError(f"expected true | false, got {value!r:.100}")
@@ -293,6 +317,7 @@ CONVERTERS: dict[str, Callable[[Any], Nested]] = {
         {"data": {"columns": f"text={value}"}} if value not in ("text", "", None) else {}
     ),
     "dataset_prompt_column": lambda value: {"data": {"columns": f"question={value}"}} if value != "question" else {},
+    "unfrozen_parameters": _unfrozen,
     "freeze_mm_modules": _switch({"model": {"train_vision": "none"}}),
     "max_steps": _steps,
     "save_total_limit": _checkpoints,
