@@ -91,6 +91,5 @@ def test_installed_command_trains_the_quickstart(jaxglue):
     run = jaxglue.folder / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
-    assert jaxglue("generate", "--adapter", "run/adapter", "--prompt", "What is 3 plus 4?", "--max-tokens", "2")
     model = tomllib.loads((run / "config.toml").read_text())["model"]["model"]
     assert Path(model).is_relative_to(jaxglue.folder)

@@ -26,7 +26,7 @@ from jaxglue.serve.server import make_app
 from jaxglue.serve.service import Service
 
 CONFIG = {
-    **{"model_type": "qwen3_5_text", "full_attention_interval": 1, "num_hidden_layers": 2, "head_dim": 16},
+    **{"model_type": "qwen3_5_text", "full_attention_interval": 1, "num_hidden_layers": 1, "head_dim": 16},
     **{"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3},
 }
 

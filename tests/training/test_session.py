@@ -285,6 +285,7 @@ def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
     assert float(jnp.abs(adapted - plain).max()) > 1e-3
 
 
+@repeats_parts_of("test_layers_that_fp8_does_not_suit_leave_it")
 def test_answers_take_fp8_where_training_does(settings, pairs, monkeypatch):
     """Sampled log-probabilities are the trainer's also once a layer has left FP8."""
     monkeypatch.setattr(step, "fp8_errors", lambda *_: FP8Errors([0.1, 0.9], None))

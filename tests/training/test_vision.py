@@ -336,9 +336,16 @@ def test_scores_of_pictures_are_those_of_training_from_adapter_and_merge(folder,
 
 
 def test_tokens_are_added_to_a_model_that_sees(folder, tmp_path):
-    whole, _ = run(folder, tmp_path / "whole", method="full", steps=1)
+    run(folder, tmp_path / "first", steps=1)
     (tmp_path / "tokens.txt").write_text("<act>\n<look>\n")
-    settings = {"model": str(whole.adapter), "random_weights": False, "new_tokens": str(tmp_path / "tokens.txt")}
+    base = tmp_path / "first" / "base"
+    settings = {"model": str(base), "random_weights": False, "new_tokens": str(tmp_path / "tokens.txt")}
     summary, _ = run(folder, tmp_path / "grown", **settings, steps=1)
-    export_adapter(summary.adapter, whole.adapter, tmp_path / "merged")
+    export_adapter(summary.adapter, base, tmp_path / "merged")
     assert len(load_file(tmp_path / "merged/model.safetensors")["lm_head.weight"]) > 365
+
+
+@thorough("training/test_trainer.py")
+def test_a_model_that_sees_is_trained_whole(folder, tmp_path):
+    _, losses = run(folder, tmp_path / "whole", method="full", steps=2, learning_rate=1e-3)
+    assert losses[1] < losses[0]
