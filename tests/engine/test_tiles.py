@@ -86,7 +86,7 @@ def exact_matmuls():
         repeat("qwen3", "lora", "offload:layer_input,attention_out,attention_lse", 4),
         ("qwen3", "full", "full", 7),
         repeat("nf4", "lora", "offload:layer_input,query,key,value", 14),
-        ("gpt_oss", "lora", "none", 4),
+        repeat("gpt_oss", "lora", "none", 4),
         repeat("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
         repeat("ministral3", "full", "full", 4),
         repeat("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),

@@ -251,6 +251,7 @@ class Falling:
     is_complete = is_over = False
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 @pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 def test_answers_by_a_grammar_are_drafted(family, tiny_model):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)

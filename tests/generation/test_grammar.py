@@ -187,6 +187,7 @@ def written(tokenizer, ignorant, grammar, stops, seed=0, **options):
     return [(tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]), c.finish) for c in found]
 
 
+@repeats_parts_of("test_generate_follows_a_schema_or_expression")
 def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, ignorant, grammars):
     stops = stop_tokens(tokenizer, quickstart, None)
     ended = [(text, finish) for text, finish in written(tokenizer, ignorant, grammars.json(SCHEMA), stops)]

@@ -319,6 +319,7 @@ def test_llama_cpp_drafts_by_our_head(family, make_folder, make_tokenizer, tmp_p
     assert accepted > 0.2 * made > 0 and engine.drafts.accepted > 0.2 * engine.drafts.made
 
 
+@repeats_parts_of("test_f16_gives_our_tokens_stops_and_template")
 @pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
 def test_embeddings_are_also_output_projections_where_llama_cpp_needs_one(
     family, make_folder, make_tokenizer, tmp_path

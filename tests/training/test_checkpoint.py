@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.training import checkpoint
 from jaxglue.training.checkpoint import Checkpoints, NonFinite, reason_of
@@ -130,6 +130,7 @@ def test_any_damaged_file_still_restores_a_whole_checkpoint(tmp_path, damage, ca
     assert "2 is damaged, trying the one before" in caplog.text
 
 
+@repeats_parts_of("test_any_damaged_file_still_restores_a_whole_checkpoint")
 @pytest.mark.usefixtures("frozen_objects")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
 def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):

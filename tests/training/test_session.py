@@ -77,6 +77,7 @@ def test_programs_of_few_losses_are_kept(settings, pairs, caplog, monkeypatch):
     assert "define a loss outside of the loop" in caplog.text
 
 
+@repeats_parts_of("test_a_session_teaches_another")
 @pytest.mark.parametrize(("temperature", "beta", "alpha"), [repeat(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
 def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tiny_model, temperature, beta, alpha):
     """The loss is that of both models' logits, by definition; steps lower it."""
