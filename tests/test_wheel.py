@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from selection import repeats_parts_of
 
 ROOT = Path(__file__).parents[1]
 CONTENT = ("jaxglue", "models", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
@@ -84,12 +85,18 @@ def test_wheel_has_license_recipes_and_models(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_installed_command_trains_the_quickstart(jaxglue):
+def test_installed_command_plans_the_quickstart(jaxglue):
     assert jaxglue("--version").startswith("jaxglue 0.")
+    jaxglue("train", "--recipe", "quickstart", "--output", "planned", "--dry-run")
+
+
+@repeats_parts_of("test_installed_command_plans_the_quickstart")
+def test_installed_command_trains_the_quickstart(jaxglue):
     flags = "--steps 2 --log-every 1 --eval-fraction 0 --sample-prompt --compilation-cache none"
     jaxglue("train", "--recipe", "quickstart", "--output", "run", *shlex.split(flags))
     run = jaxglue.folder / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
+    assert jaxglue("generate", "--adapter", "run/adapter", "--prompt", "What is 3 plus 4?", "--max-tokens", "2")
     model = tomllib.loads((run / "config.toml").read_text())["model"]["model"]
     assert Path(model).is_relative_to(jaxglue.folder)

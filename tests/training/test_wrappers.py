@@ -5,7 +5,6 @@ import json
 import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from selection import repeats_parts_of
 from transformers import AutoTokenizer
 
 from jaxglue.hf.checkpoint import read_config
@@ -34,7 +33,6 @@ def write_weights(folder):
     return stored, rows
 
 
-@repeats_parts_of("test_tokens_are_added_to_a_model_that_sees")
 def test_text_model_learns_new_tokens_and_merges_beside_the_vision_tower(make_config, model_folder, tmp_path):
     stored, before = write_weights(model_folder)
     (tmp_path / "tokens.txt").write_text("<|note|>\n")
