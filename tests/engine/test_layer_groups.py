@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue import LayerStack
 from jaxglue.engine import layer_groups
@@ -26,6 +26,7 @@ def results(parts, batches, key=None, **options):
     return *gradients, executor.loss(*arguments, batches[0])
 
 
+@repeats_parts_of("test_one_program_trains_as_several_do")
 @pytest.mark.parametrize(
     ("kind", "layers", "size", "options"),
     [

@@ -81,7 +81,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("model_type", "lora"),
     [
-        ("qwen3", True),
+        repeat("qwen3", True),
         ("gpt_oss", True),
         repeat("glm4_moe", True),
         repeat("llama", False),

@@ -226,7 +226,7 @@ SPLIT_CASES = [
     repeat("lora", "data=2,context=4", "dots", NEMOTRON),
     repeat("full", "data=4,context=2", "dots", NEMOTRON),
     repeat("full", "fsdp=4,context=2", "dots", NEMOTRON),
-    ("full", "fsdp=4,context=2", "dots", NEMOTRON | ONE | {"hybrid_override_pattern": "M"}),
+    repeat("full", "fsdp=4,context=2", "dots", NEMOTRON | ONE | {"hybrid_override_pattern": "M"}),
     repeat("lora", "data=4,context=2", "save:attention_out", FALCON),
     repeat("lora", "data=4,context=2", "dots", OLMO),
     repeat("full", "data=2,context=4", "dots", KIMI),
