@@ -46,7 +46,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = _version()
     elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        from jaxglue.engine.garbage_collection import without_collection
+
+        with without_collection():
+            value = getattr(importlib.import_module(_HOMES[name]), name)
     else:
         raise AttributeError(f"module 'jaxglue' has no attribute {name!r}")
     globals()[name] = value

@@ -19,6 +19,7 @@ from unittest import mock
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin between calls, on the cores of other workers
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
+    gc.disable()  # until tests run: imports make millions of objects, of which most stay
     quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # those take twice as long to compile
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
@@ -55,6 +56,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # modules and tests stay: searching them for garbage while JAX traces takes a tenth of the time
     gc.set_threshold(100_000, 20, 100)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -42,7 +42,7 @@ FAMILIES = ("llama_yarn", "qwen3_window_bias", "qwen3_moe_mixed", "gpt_oss_mxfp4
 BOMB = 30_000
 """Nested brackets."""
 fuzz = settings(
-    max_examples=80,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,
@@ -150,7 +150,7 @@ def golden_config(family) -> dict:
 def test_config_json(family, tmp_path):
     valid = golden_config(family)
 
-    @settings(fuzz, max_examples=80 if family in FAMILIES else 30)
+    @fuzz
     @given(changed(valid, ("rope_scaling", "quantization_config", "sliding_window", "torch_dtype", "head_dim")))
     def run(raw):
         (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -301,9 +301,7 @@ def check_row(make_tokenizer):
 
 @pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])
 def test_row(format, check_row):
-    settings(fuzz, max_examples=40)(
-        given(changed(ROWS[format], ("weight", "tools", "train", "margin")))(check_row(format))
-    )()
+    fuzz(given(changed(ROWS[format], ("weight", "tools", "train", "margin")))(check_row(format)))()
 
 
 @pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])

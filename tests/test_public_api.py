@@ -1,5 +1,7 @@
 """The package root: lazy, complete, and cheap to import."""
 
+import gc
+import importlib
 import subprocess
 import sys
 
@@ -24,6 +26,12 @@ def test_import_is_fast_and_loads_no_jax():
 @pytest.mark.parametrize("name", jaxglue.__all__)
 def test_every_public_name_resolves(name):
     assert getattr(jaxglue, name)
+
+
+def test_public_names_are_imported_without_searches_for_garbage(monkeypatch):
+    import_module, searches = importlib.import_module, []
+    monkeypatch.setattr(importlib, "import_module", lambda *of: searches.append(gc.isenabled()) or import_module(*of))
+    assert jaxglue.__getattr__("plan") and {*searches} == {False} and gc.isenabled()
 
 
 def test_dir_lists_public_names_only():

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.tokenizer import load_tokenizer
@@ -72,6 +72,7 @@ def run_recipe(name, steps, output):
     return train(dataclasses.replace(config, run=dataclasses.replace(config.run, output=output, steps=steps)))
 
 
+@repeats_parts_of("test_a_random_model_learns_to_use_tools_from_rewards_alone")
 @pytest.mark.parametrize(("steps", "reached"), [(1, -1.0), repeat(100, 0.7)])
 def test_a_random_model_learns_from_a_reward_alone(tmp_path, steps, reached):
     rewards = [line["reward"] for line in read_metrics(run_recipe("quickstart-grpo", steps, tmp_path / "run").metrics)]

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from selection import repeats_parts_of
 
 ROOT = Path(__file__).parents[1]
 CONTENT = ("jaxglue", "models", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
@@ -84,8 +85,13 @@ def test_wheel_has_license_recipes_and_models(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_installed_command_trains_the_quickstart(jaxglue):
+def test_installed_command_plans_the_quickstart(jaxglue):
     assert jaxglue("--version").startswith("jaxglue 0.")
+    jaxglue("train", "--recipe", "quickstart", "--output", "planned", "--dry-run")
+
+
+@repeats_parts_of("test_installed_command_plans_the_quickstart")
+def test_installed_command_trains_the_quickstart(jaxglue):
     flags = "--steps 2 --log-every 1 --eval-fraction 0 --sample-prompt --compilation-cache none"
     jaxglue("train", "--recipe", "quickstart", "--output", "run", *shlex.split(flags))
     run = jaxglue.folder / "run"

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import thorough
 
 
 def test_all_files_with_gpu_tests_are_found():
@@ -23,6 +24,7 @@ def test_record_adds_values_and_keeps_others(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == expected
 
 
+@thorough("benchmarks/test_gpu_check.py")
 def test_drift_is_that_of_losses_of_the_same_batches():
     from drift import drift, measure
     from gpu_check import drift_rows

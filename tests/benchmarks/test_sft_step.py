@@ -67,6 +67,7 @@ def test_mixtures_are_compared_at_equal_active_flops():
     assert len({len(row) for row in sft_step.summary([*rows, failed])}) == 1
 
 
+@repeats_parts_of("test_ours_alone_draws_its_weights_with_experts_in_their_format")
 @pytest.mark.long
 def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     import sft_step

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.compiler import Lowering, jit_step, rounding_as_written
 from jaxglue.ops.equations import equations
@@ -11,6 +11,7 @@ from jaxglue.ops.norm_rope import rms_norm
 from jaxglue.ops.rope import apply_rope
 
 
+@repeats_parts_of("test_compilations_do_not_depend_on_depth")
 @pytest.mark.parametrize(
     ("count", "dropout", "layers", "programs"), [repeat(1, 0.0, 1, 6), (2, 0.5, 1, 6), repeat(1, 0.0, 3, 1)]
 )

@@ -4,7 +4,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.policy import format_policies, parse_policies, parse_policy
 from jaxglue.ops import attention
@@ -60,6 +60,7 @@ def test_dropped_inputs_change_no_gradient(split_parts, random_batch, options, p
     chex.assert_trees_all_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@repeats_parts_of("test_dropped_inputs_change_no_gradient")
 def test_attention_of_a_restored_layer_runs_once_more(split_parts, random_batch, monkeypatch):
     runs = 0
 

@@ -56,7 +56,7 @@ GEMMA4 = {
     [
         repeat("lora", {}, "none"),
         ("full", {"tie_word_embeddings": True}, "dots"),
-        ("lora", GEMMA4, "full"),
+        repeat("lora", GEMMA4, "full"),
         repeat("full", {**GEMMA4, "hidden_size_per_layer_input": 0}, "dots"),
     ],
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.host_table import _read, embeddings_to_host, needed_rows
 from jaxglue.engine.policy import parse_policy
@@ -19,6 +19,7 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.workload import Workload
 
 
+@repeats_parts_of("test_table_of_embeddings_for_each_layer_gives_the_same_step_and_is_left_out_of_the_plan")
 @pytest.mark.parametrize("dtype", [repeat(jnp.float32), jnp.bfloat16])
 def test_host_table_gives_the_same_step(split_parts, random_batch, dtype):
     parts = split_parts("lora")

@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue import LayerStack
 from jaxglue.engine import layer_groups
@@ -26,12 +26,13 @@ def results(parts, batches, key=None, **options):
     return *gradients, executor.loss(*arguments, batches[0])
 
 
+@repeats_parts_of("test_one_program_trains_as_several_do")
 @pytest.mark.parametrize(
     ("kind", "layers", "size", "options"),
     [
         repeat("lora", LAYERS, 2, {}),
         repeat("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
-        ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
+        repeat("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
         ("lora", 2, 2, {"dropout": 0.5, "tile": 7}),
         repeat("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
     ],
@@ -57,7 +58,7 @@ def test_a_program_of_all_layers_is_a_micro_batchs_only_one(split_parts, random_
     assert visited == ["lm_head", "norm", 1, 0, "embed_tokens"]
 
 
-@pytest.mark.parametrize(("kind", "micro_batches"), [("lora", 1), ("full", 2)])
+@pytest.mark.parametrize(("kind", "micro_batches"), [repeat("lora", 1), ("full", 2)])
 def test_gradients_of_one_program_take_the_place_of_earlier_ones(split_parts, random_batch, kind, micro_batches):
     parts = split_parts(kind, num_hidden_layers=2)
     executor = parts.executor("none", layers_per_program=2)

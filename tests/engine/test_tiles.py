@@ -86,10 +86,10 @@ def exact_matmuls():
         repeat("qwen3", "lora", "offload:layer_input,attention_out,attention_lse", 4),
         ("qwen3", "full", "full", 7),
         repeat("nf4", "lora", "offload:layer_input,query,key,value", 14),
-        ("gpt_oss", "lora", "none", 4),
+        repeat("gpt_oss", "lora", "none", 4),
         repeat("phi3_nf4", "lora", "offload:layer_input,query,key,value", 7),
         repeat("ministral3", "full", "full", 4),
-        ("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
+        repeat("deepseek_v3", "lora", "offload:layer_input,query,key,value,attention_out", 4),
         ("delta", "lora", "offload:layer_input; save:delta_input", 4),
         repeat("qwen3_5", "lora", "offload:layer_input,output_gate; save:delta_input", 4),
         repeat("lfm2_nf4", "lora", "offload:layer_input,attention_out; save:delta_input", 7),
@@ -99,7 +99,7 @@ def exact_matmuls():
         repeat("falcon_h1", "lora", "1 x full + 1 x drop:layer_input; offload:attention_out,attention_lse", 7),
         repeat("lfm3", "lora", "offload:layer_input,attention_out", 4),
         repeat("cohere2", "full", "offload:layer_input,query,attention_out,attention_lse", 4),
-        ("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
+        repeat("muse_glimmer", "lora", "offload:layer_input,output_gate", 7),
         repeat(
             "qwen3_5", "lora", "1 x offload:layer_input,attention_out + 1 x drop:layer_input; offload:attention_out", 7
         ),

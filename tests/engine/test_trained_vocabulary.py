@@ -47,7 +47,7 @@ def split_adapted(name):
 
 
 @pytest.mark.parametrize(
-    "name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied", "vocabulary")
+    "name", repeats(PEFT, "untied_both", "untied_head", "whole_tied", "vocabulary_tied", "vocabulary", "dora_rows")
 )
 def test_loss_and_gradients_match_peft(name):
     config, graphdefs, trainable, frozen = split_adapted(name)

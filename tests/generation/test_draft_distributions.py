@@ -111,7 +111,7 @@ def test_drafted_answers_have_the_models_distribution(name, tiny_model):
     check(name, EXPERTS, 1000, tiny_model)
 
 
-@thorough("generation/test_draft_distributions.py")
+@thorough("generation/test_drafts.py")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_twenty_thousand_answers_have_the_models_distribution(name, tiny_model):
     from measure import write_results

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.draft_rule import DraftChoice, DraftRule, StepBytes
@@ -122,6 +122,7 @@ def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 @pytest.mark.parametrize("words", [[2], repeat([0, 1, 2, 3, 4, 5])])
 def test_drafts_among_frequent_words_change_no_answer(words, tiny_model):
     model, trees, head, drafted = made(EXPERTS, tiny_model, vocab_size=6)
@@ -195,6 +196,7 @@ def check_read(engine, trees):
     np.testing.assert_allclose(decoded[:known], whole[:known], atol=1e-5)
 
 
+@repeats_parts_of("test_the_number_of_drafts_may_change_with_each_window")
 @pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 @pytest.mark.parametrize("turns", [(2, 0), repeat((0,)), repeat((2,))])
 def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model, monkeypatch):
@@ -205,6 +207,7 @@ def test_a_head_has_read_what_it_reads_of_a_whole_text(family, turns, tiny_model
     check_read(engine, drafted)
 
 
+@repeats_parts_of("test_the_last_of_many_answers_are_decoded_by_a_smaller_program")
 def test_windows_of_all_drafts_are_compiled_once(tiny_model, monkeypatch):
     model, _, head, drafted = made(DENSE, tiny_model, vocab_size=6)
     sampling, sizes = SamplingConfig(max_tokens=70, temperature=1.0, top_p=1.0), list[tuple[int, int]]()
@@ -248,6 +251,7 @@ class Falling:
     is_complete = is_over = False
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 @pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 def test_answers_by_a_grammar_are_drafted(family, tiny_model):
     model, trees, head, drafted = made(family, tiny_model, vocab_size=6)
@@ -261,6 +265,7 @@ def test_answers_by_a_grammar_are_drafted(family, tiny_model):
     assert engine.drafts.accepted
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 def test_a_text_that_goes_on_is_drafted(tiny_model):
     model, trees, head, drafted = made(DENSE, tiny_model, vocab_size=6)
     first = np.random.default_rng(2).integers(0, 5, 130).tolist()
@@ -336,6 +341,7 @@ def test_drafts_are_tried_again_after_a_text_on_which_they_failed():
     assert 20 < windows < 500
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 @pytest.mark.parametrize("family", [DENSE, repeat(HYBRID)])
 def test_accepted_drafts_save_steps(family, tiny_model, monkeypatch):
     model, trees, head, drafted = made(family, tiny_model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.drafts import Drafting, LoadedHead
@@ -56,6 +56,7 @@ def test_answers_are_those_without_drafts(family, drafts, whole, tiny_model):
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
 
+@repeats_parts_of("test_three_drafts_in_a_row_are_those_of_the_definition")
 @pytest.mark.parametrize("turns", [(2, 0), repeat((0,)), repeat((2,))])
 def test_a_head_has_read_what_it_reads_of_a_whole_text(turns, tiny_model, monkeypatch):
     model, trees, loaded = made(DENSE, tiny_model)

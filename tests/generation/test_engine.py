@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat, repeats
+from selection import repeat, repeats, repeats_parts_of
 
 from jaxglue.generation import engine as engine_module
 from jaxglue.generation import programs
@@ -69,7 +69,7 @@ def llama(tiny_model):
 
 
 @pytest.mark.parametrize("lora", [repeat(False), True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", repeats(CASES, "qwen3_window"))
 def test_greedy_decoding_equals_full_forward_passes(tiny_model, case, lora):
     model = tiny_model(case.split("_")[0], **CASES[case])
     engine, trees = engine_of(model, lora)
@@ -89,8 +89,8 @@ PARTS = {
     "gemma2": {"sliding_window": 70, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
     "gemma4_text": {
-        **{"num_hidden_layers": 4, "global_head_dim": 24, "num_kv_shared_layers": 2, "sliding_window": 5},
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        **{"num_hidden_layers": 3, "global_head_dim": 24, "num_kv_shared_layers": 1, "sliding_window": 5},
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
         **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     },
@@ -116,7 +116,7 @@ PARTS["qwen3_5_moe_text"] = {**PARTS["qwen3_5_text"], **EXPERTS, "shared_expert_
 
 @pytest.mark.parametrize(
     "model_type",
-    repeats(PARTS, *(name for name in PARTS if name not in ("gemma2", "gemma4_text", "phi3"))),
+    repeats(PARTS, *(name for name in PARTS if name not in ("gemma2", "gemma4_text"))),
 )
 def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     model = tiny_model(model_type, **PARTS[model_type])
@@ -126,6 +126,7 @@ def test_parts_of_families_decode_beyond_a_page(tiny_model, model_type):
     assert tokens == likeliest_next(model, prompt + tokens)[60:-1]
 
 
+@repeats_parts_of("test_answers_are_the_likeliest_that_a_grammar_takes")
 def test_states_belong_to_answers_and_not_to_slots(tiny_model):
     """More answers than slots: some share a prompt, some begin with their first token."""
     model = tiny_model("qwen3_5_text", **PARTS["qwen3_5_text"])
@@ -331,6 +332,7 @@ def test_states_of_many_answers_are_copied_some_at_a_time(tiny_model, h200, monk
     assert temporary < 0.5 * sum(x[rows[0]].nbytes for x in jax.tree.leaves(expected))
 
 
+@repeats_parts_of("test_requests_wait_for_pages")
 @pytest.mark.parametrize("family", [repeat("llama"), "qwen3"])
 def test_answers_that_give_their_pages_up_go_on_unchanged(tiny_model, family):
     engine, trees = engine_of(tiny_model(family, **FAMILIES[family]), lora=False)
@@ -472,6 +474,7 @@ def test_programs_of_prompts_are_compiled_beside_one_another(
     assert answers_of(alone, trees, requests, plan=plan, whole=False) == first
 
 
+@repeats_parts_of("test_programs_of_prompts_are_compiled_beside_one_another")
 def test_an_answer_goes_on_in_a_program_that_was_compiled_meanwhile(tiny_model):
     model = tiny_model("qwen3", **FAMILIES["qwen3"])
     engine, trees = engine_of(model, lora=False)

@@ -81,7 +81,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("model_type", "lora"),
     [
-        ("qwen3", True),
+        repeat("qwen3", True),
         ("gpt_oss", True),
         repeat("glm4_moe", True),
         repeat("llama", False),
@@ -138,6 +138,7 @@ def test_each_token_has_the_experts_of_training(tiny_model, monkeypatch):
     assert all(chosen["sampling"][key] == chosen["training"][key] for key in both)
 
 
+@repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")
 def test_sampling_that_is_near_has_other_bits(tiny_model):
     """So the comparison tells them apart; what each order of sums changes is in the tests of operations."""
     model = adapted(tiny_model("qwen3", dtype=jnp.bfloat16, **SIZES))
@@ -165,6 +166,7 @@ def answers_of(groups):
     return [(answer.tokens.tolist(), answer.log_probs.tolist()) for group in groups for answer in group.answers]
 
 
+@repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")
 @pytest.mark.parametrize("model_type", ["qwen3", repeat("gpt_oss")])
 def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
     model = adapted(tiny_model(model_type, dtype=jnp.bfloat16, **SIZES | FAMILIES.get(model_type, {}) | ONE_LAYER))
@@ -176,7 +178,7 @@ def test_an_answer_has_the_same_bits_in_any_company(tiny_model, model_type):
     assert answers_of(sample(engine, trees, PROMPTS, 2, 12, plan=plan, whole=True)) == together
 
 
-@repeats_parts_of("test_an_answer_has_the_same_bits_in_any_company")
+@repeats_parts_of("test_log_probabilities_are_those_of_training_to_the_bit")
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_answers_that_give_up_their_pages_have_the_same_bits(tiny_model, model_type):
     """Their tokens are then computed again as a part of a row, where others were decoded one by one."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import GREEDY, SamplingConfig
@@ -111,6 +111,7 @@ def test_answers_are_the_likeliest_that_a_grammar_takes(tiny_model, family, whol
         assert len(tokens) == wanted and answer.finish == ("stop" if number in (0, 3) else "length")
 
 
+@repeats_parts_of("test_answers_are_the_likeliest_that_a_grammar_takes")
 def test_draws_follow_the_probabilities_of_what_a_grammar_takes(llama):
     (model, engine, trees), count = llama, 500
     bias = {4: 21.0, 5: 19.4, 6: 20.8}  # an unlikely one behind one that the second place refuses
@@ -186,6 +187,7 @@ def written(tokenizer, ignorant, grammar, stops, seed=0, **options):
     return [(tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]), c.finish) for c in found]
 
 
+@repeats_parts_of("test_generate_follows_a_schema_or_expression")
 def test_any_model_writes_json_of_a_schema(tokenizer, quickstart, ignorant, grammars):
     stops = stop_tokens(tokenizer, quickstart, None)
     ended = [(text, finish) for text, finish in written(tokenizer, ignorant, grammars.json(SCHEMA), stops)]
@@ -299,6 +301,7 @@ def test_the_end_of_a_prompt_tells_how_its_answer_begins(prompt, wanted):
     assert thought_after(prompt) == wanted
 
 
+@repeats_parts_of("test_generate_follows_a_schema_or_expression")
 def test_generate_holds_what_follows_the_thinking_to_a_schema(folders, tmp_path, grammars):
     folder = copytree(folders[0], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{# </think> #}")
@@ -316,10 +319,9 @@ def test_generate_follows_a_schema_or_expression(folders, tmp_path, grammars):
     sampling = SamplingConfig(temperature=1.0, max_tokens=40)
     options = {"model": folders[0], "prompt": ("Where?", "And then?"), "sampling": sampling}
     texts = {"json_schema": {'"north"', '"south"'}, "regex": {"left", "right"}}
-    for batch_size in (1, None):
-        for flag, value in (("json_schema", tmp_path / "schema.json"), ("regex", "left|right")):
-            found = generate(GenerateConfig(**options, **{flag: value}, batch_size=batch_size))
-            assert {"".join(pieces) for _, pieces in found} <= texts[flag]
+    for flag, value, batch_size in (("json_schema", tmp_path / "schema.json", 1), ("regex", "left|right", None)):
+        found = generate(GenerateConfig(**options, **{flag: value}, batch_size=batch_size))
+        assert {"".join(pieces) for _, pieces in found} <= texts[flag]
     for wrong, message in [
         ({"json_schema": tmp_path / "schema.json", "regex": "a"}, "an answer follows one of them"),
         ({"json_schema": tmp_path / "none.json"}, "--json-schema: no such file"),

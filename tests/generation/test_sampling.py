@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.generation import sampling
 from jaxglue.generation.sampling import Controls, Counts, Features
@@ -96,6 +97,7 @@ def test_log_probabilities_are_reported_before_truncation():
     np.testing.assert_allclose(found.top_log_probs, np.log(PROBABILITIES[[1, 3]])[None], rtol=1e-5)
 
 
+@repeats_parts_of("test_draws_follow_the_probabilities_of_kept_tokens")
 def test_a_row_keeps_the_same_tokens_whatever_others_use():
     rng = np.random.default_rng(3)
     used = np.array([*itertools.product((False, True), repeat=3)] * 2).T

@@ -77,7 +77,7 @@ def answers_of(model, requests, drafts=0, **options):
 def test_answers_equal_those_of_each_adapter_alone(tiny_model, tmp_path, monkeypatch, family, piece, drafts):
     for module in (inputs, programs, scheduler) if piece else ():
         monkeypatch.setattr(module, "PREFILL_TOKENS", piece)
-    model = tiny_model(family, initializer_range=0.2, **FAMILIES[family])
+    model = tiny_model(family, initializer_range=0.2, num_hidden_layers=2, **FAMILIES[family])
     configs = dict(CONFIGS)
     if family == "qwen3_moe":
         configs["narrow"] = replace(configs["narrow"], layers=(), targets=("q_proj", "down_proj"))

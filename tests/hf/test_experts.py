@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from selection import repeats
+from selection import repeats, repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -66,6 +66,7 @@ def test_mxfp4_matches_transformers_in_blocks_and_expanded(expand):
     assert_logits(model, load_file(GOLDENS / "gpt_oss_mxfp4/golden.safetensors"))
 
 
+@repeats_parts_of("test_mxfp4_matches_transformers_in_blocks_and_expanded")
 @pytest.mark.parametrize("name", repeats(NAMES, "qwen3_moe", "gpt_oss"))
 def test_merged_folder_gives_transformers_logits(name, tmp_path):
     export_adapter(GOLDENS / f"{name}_adapter", GOLDENS / name, tmp_path / "merged")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config, save_tensors
@@ -304,6 +305,7 @@ def test_a_written_folder_equals_rounding_while_loading(written, quantize):
     assert (scale.shape, scale.dtype) == ((len(stored[MATRIX].values), 1), np.float32)
 
 
+@repeats_parts_of("test_a_merged_mixture_has_no_fp8")
 def test_experts_are_written_in_fp8_one_by_one(tmp_path):
     source = GOLDENS / "qwen3_moe_mixed"
     quantize_folder(source, tmp_path / "fp8", "fp8")

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -254,6 +254,7 @@ def test_importance_is_the_mean_square_of_inputs(model_type, make_folder):
     assert len(found) == (14 if model_type == "llama" else 12)
 
 
+@repeats_parts_of("test_rows_that_a_run_kept_or_of_data_weigh_errors_unless_told_not_to")
 def test_importance_changes_k_quants_alone(make_folder, export, tmp_path):
     folder = make_folder(intermediate_size=512)
     plain, _ = export(folder, "q4_k_m")
@@ -272,6 +273,7 @@ def test_importance_changes_k_quants_alone(make_folder, export, tmp_path):
     assert error(weighed["blk.0.ffn_down.weight"].data) < 0.95 * error(plain["blk.0.ffn_down.weight"])
 
 
+@repeats_parts_of("test_bytes_are_those_of_the_gguf_package")
 @pytest.mark.parametrize("weighed", [repeat(False), True])
 def test_matrices_in_portions_are_quantized_as_at_once(weighed, make_folder, export, monkeypatch):
     monkeypatch.setattr(writer, "_CPU_BLOCKS", 192)

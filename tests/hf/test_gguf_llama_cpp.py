@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
-from selection import repeat, repeats, thorough
+from selection import repeat, repeats, repeats_parts_of, thorough
 from split_texts import MARKS, PIECES, split_texts
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -264,6 +264,8 @@ OTHERS += (
     "granite_hybrid_dense",
     "llama_tied",
     "nemotron_h",
+    "gemma3",
+    "nemotron_h_moe",
 )
 """Families whose parts in llama.cpp those of the others have, too, or the test of adapters runs."""
 
@@ -317,6 +319,7 @@ def test_llama_cpp_drafts_by_our_head(family, make_folder, make_tokenizer, tmp_p
     assert accepted > 0.2 * made > 0 and engine.drafts.accepted > 0.2 * engine.drafts.made
 
 
+@repeats_parts_of("test_f16_gives_our_tokens_stops_and_template")
 @pytest.mark.parametrize("family", repeats(["olmo2", "gpt_oss", "qwen2_moe"], "gpt_oss", "qwen2_moe"))
 def test_embeddings_are_also_output_projections_where_llama_cpp_needs_one(
     family, make_folder, make_tokenizer, tmp_path
@@ -437,6 +440,7 @@ def test_f16_of_further_families_gives_our_probabilities(family, make_folder, ma
     assert max(differences(folder, file, PROMPTS)) < 0.1
 
 
+@repeats_parts_of("test_command_writes_file_and_modelfile")
 @pytest.mark.parametrize("kind", repeats(KINDS, *({*KINDS} - {"q4_k_m"})))
 def test_llama_cpp_reads_the_values_that_gguf_does(kind, make_folder, make_tokenizer, tmp_path):
     folder = make_folder("qwen3")

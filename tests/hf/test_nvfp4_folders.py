@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config, save_tensors
@@ -106,6 +107,7 @@ def test_an_adapter_merges_into_it(folder, tmp_path):
     np.testing.assert_array_equal(open_checkpoint(tmp_path / "merged").read(MATRIX), expected.astype(jnp.bfloat16))
 
 
+@repeats_parts_of("test_a_folder_loads_as_it_is")
 def test_experts_one_by_one_are_expanded(tmp_path):
     source, sizes = tmp_path / "plain", {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 32}
     raw = read_config(GOLDENS / "qwen3_moe_mixed") | sizes

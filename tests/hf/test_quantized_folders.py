@@ -25,7 +25,7 @@ from jaxglue.models.parameters import abstract_parameters, flatten_names, quanti
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
-from tests.selection import repeat
+from tests.selection import repeat, repeats_parts_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MATRIX = "model.layers.1.mlp.down_proj.weight"
@@ -208,6 +208,7 @@ def test_a_config_that_contradicts_the_tensors_is_refused(original, tmp_path, ho
             load_model(tmp_path / name)
 
 
+@repeats_parts_of("test_an_adapter_merges_into_a_dynamic_folder")
 @pytest.mark.parametrize("how", ["nf4", repeat("int8")])
 def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(original, tmp_path, how):
     config, rng = LoraConfig(rank=2, targets=("q_proj",)), np.random.default_rng(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from selection import repeat, repeats
+from selection import repeat, repeats, repeats_parts_of
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.head_values import HeadValues
@@ -79,6 +79,7 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(name, tmp_path):
         assert distance <= 1e-3 * golden[f"norm.{path}"], path
 
 
+@repeats_parts_of("test_logits_loss_and_gradients_are_those_of_the_definition")
 @pytest.mark.parametrize("name", [repeat("qwen3_next"), "glm4_moe"])
 def test_a_draft_looks_over_no_documents_end(name, tmp_path):
     raw, _ = read_golden(name)

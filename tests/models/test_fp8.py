@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.flatten_util import ravel_pytree
+from selection import repeats_parts_of
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import fp8_errors
@@ -53,6 +54,7 @@ def test_a_head_in_fp8_changes_the_loss_a_little(results):
     assert results["fp8 head"][0] != results["fp8"][0]
 
 
+@repeats_parts_of("test_gradients_of_adapters_point_as_in_float32")
 def test_full_fine_tuning_multiplies_in_fp8(tiny_config, random_batch):
     config = config_from_hf({**tiny_config, "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2})
     batch, results = random_batch(LENGTHS, 14), []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.flatten_util import ravel_pytree
+from selection import repeats_parts_of
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.layer_forms import LAYER_FORM, LayerCall
@@ -65,6 +66,7 @@ def test_tiles_train_as_whole_rows(config, random_batch):
     assert bias.shape == (64,) and np.all(np.abs(bias) > 0)
 
 
+@repeats_parts_of("test_gradients_of_adapters_point_as_in_float32")
 def test_adapters_in_fp8_train_as_in_float32(config, random_batch):
     batch, gradients = random_batch(LENGTHS, 14), []
     for storage in ("none", "fp8"):

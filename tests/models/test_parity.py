@@ -105,7 +105,7 @@ def assert_folder_parity(folder):
     assert_parity(load_model(folder, dtype=jnp.float32), unpacked(load_file(folder / "golden.safetensors")))
 
 
-@pytest.mark.parametrize("name", repeats(MODELS, "qwen3_moe"))
+@pytest.mark.parametrize("name", repeats(MODELS, "qwen3_moe", "qwen3_window_bias", "qwen3_tied", "llama_yarn"))
 def test_logits_loss_and_gradients_match_transformers(name):
     assert_folder_parity(GOLDENS / name)
 

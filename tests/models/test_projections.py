@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.models import build_model, config_from_hf
@@ -116,6 +117,7 @@ class _Neighbor:
         return jnp.repeat(jnp.roll(v, 1, axis=1), q.shape[2] // v.shape[2], axis=2)
 
 
+@repeats_parts_of("test_outputs_and_gradients_match_the_definition")
 def test_small_products_of_adapters_reach_the_residual_stream(tiny_model):
     """Added on their own, bfloat16 products would be rounded away."""
     model = tiny_model("llama", dtype=jnp.bfloat16, initializer_range=0.03)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.models import build_model, config_from_hf
 from tests.models.packed_documents import (
@@ -27,6 +28,7 @@ def test_packed_documents_are_as_apart(model):
     check_packed_as_apart(model, LENGTHS)
 
 
+@repeats_parts_of("test_packed_documents_are_as_apart")
 def test_a_changed_neighbor_changes_no_bit_of_values_or_gradients(model):
     check_neighbors_change_no_bit(model, LENGTHS)
 

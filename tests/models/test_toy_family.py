@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
@@ -70,7 +71,7 @@ AFTER = Family(
 )
 
 
-@pytest.fixture(params=[TOY, AFTER], ids=["toy", "after"])
+@pytest.fixture(params=[pytest.param(TOY, id="toy"), repeat(AFTER, id="after")])
 def family(request):
     with FAMILIES.scope():
         yield register(request.param)

@@ -105,7 +105,7 @@ def packed(raw, processor, documents, seq_len=None, features=None):
     return tokens, pack_segments([lengths], seq_len=T, **slots), rows.with_patches()
 
 
-@pytest.mark.parametrize("name", repeats([*FAMILIES, "audio"], "qwen3_5_moe", "gemma4"))  # audio's sees, too
+@pytest.mark.parametrize("name", repeats([*FAMILIES, "audio"], "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_wide"))
 def test_logits_loss_and_gradients_match_transformers(name):
     raw, golden = read_golden(name)
     processor, documents = documents_of(raw, golden)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import repeat, repeats
+from selection import repeat, repeats, repeats_parts_of
 
 from jaxglue.data.batch import Batch, Rollouts
 from jaxglue.engine.executor import Executor
@@ -216,6 +216,7 @@ def test_packed_groups_equal_answers_one_by_one_in_any_micro_batches(settings):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-6 * max(np.abs(np.asarray(b)).max(), 1)
 
 
+@repeats_parts_of("test_packed_groups_equal_answers_one_by_one_in_any_micro_batches")
 @pytest.mark.parametrize("policy", ["dots", repeat("full")])
 def test_groups_of_a_model_with_linear_attention_equal_answers_one_by_one(tmp_path, policy):
     config, folder = (

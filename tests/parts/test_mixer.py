@@ -46,6 +46,7 @@ def test_documents_and_continuations_are_as_apart(model):
     np.testing.assert_allclose(forked[6:9], second[4:], rtol=0, atol=1e-5)
 
 
+@repeats_parts_of("test_tiles_train_as_whole_rows")
 def test_adapters_train_by_tiles_as_whole(model, random_batch):
     add_lora(model, LoraConfig(rank=2, targets=("all-linear",)), rngs=nnx.Rngs(1))
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
@@ -72,6 +73,7 @@ def answered(folder, drafts):
         service.close()
 
 
+@repeats_parts_of("test_answers_are_those_without_drafts")
 def test_answers_are_those_without_drafts_which_usage_and_metrics_count(folder):
     plain, without = answered(folder, "off")
     drafted, metrics = answered(folder, "2")

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.generation.assistant import Assistant
 from jaxglue.generation.config import SamplingConfig
@@ -56,6 +56,7 @@ def long_request(n=1, **changes):
     return Request([5, 6], replace(SAMPLED, max_tokens=100), n=n, logit_bias={2: -1e6, 1: -1e6, 0: -1e6}, **changes)
 
 
+@repeats_parts_of("test_an_interrupted_answer_may_be_left")
 @pytest.mark.parametrize("penalty", [repeat(0.0), 0.5])
 def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
     request = long_request(n=4)
@@ -84,6 +85,7 @@ def test_interrupted_answers_are_those_of_an_idle_server(service, penalty):
     assert service.running == service.waiting == 0 and not service._open and not service._owners
 
 
+@repeats_parts_of("test_owners_have_turns_and_none_has_all_slots")
 @pytest.mark.parametrize("others", [repeat(0), 2])
 def test_further_answers_of_an_owner_take_turns_in_windows_that_would_be_slow(assistant, others):
     service = Service(assistant, slots=8, length=256, most=8)
@@ -177,6 +179,7 @@ def test_the_default_length_is_the_models(assistant):
     service.close()
 
 
+@repeats_parts_of("test_programs_of_a_new_kind_are_compiled_beside_the_answers_of_others")
 def test_programs_of_longer_prompts_are_compiled_once_nobody_asks(assistant):
     service = Service(assistant, slots=2, length=1024, most=4)
     gate, lengths, done = threading.Event(), [], threading.Event()

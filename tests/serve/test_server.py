@@ -11,6 +11,7 @@ import hostile
 import jax
 import numpy as np
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation import grammar
@@ -761,6 +762,7 @@ HOSTILE = {
 }
 
 
+@repeats_parts_of("test_hostile_texts_are_answered_or_refused")
 @pytest.mark.parametrize("place", HOSTILE)
 def test_hostile_texts_are_answered_or_refused(served, place):
     assistant, _, config = served

@@ -171,7 +171,7 @@ CASES = [
     repeat("lora", "fsdp=2,expert=4", "dots", DEEPSEEK),
     repeat("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
     repeat("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
-    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL_ONE | {"quantize": "mxfp4"}),
+    repeat("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL_ONE | {"quantize": "mxfp4"}),
     repeat("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     repeat("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
     repeat("lora", "fsdp=4,expert=2", "dots", MOE | WIDE | {"moe_intermediate_size": 64, "quantize": "nf4"}),
@@ -226,7 +226,7 @@ SPLIT_CASES = [
     repeat("lora", "data=2,context=4", "dots", NEMOTRON),
     repeat("full", "data=4,context=2", "dots", NEMOTRON),
     repeat("full", "fsdp=4,context=2", "dots", NEMOTRON),
-    ("full", "fsdp=4,context=2", "dots", NEMOTRON | ONE | {"hybrid_override_pattern": "M"}),
+    repeat("full", "fsdp=4,context=2", "dots", NEMOTRON | ONE | {"hybrid_override_pattern": "M"}),
     repeat("lora", "data=4,context=2", "save:attention_out", FALCON),
     repeat("lora", "data=4,context=2", "dots", OLMO),
     repeat("full", "data=2,context=4", "dots", KIMI),
@@ -336,6 +336,7 @@ def test_answers_in_split_rows_equal_those_in_whole_rows(mesh_of, monkeypatch, o
     chex.assert_trees_all_close(*map(jax.device_get, found), rtol=1e-5, atol=1e-6)
 
 
+@repeats_parts_of("test_dropped_inputs_change_no_gradient")
 @pytest.mark.parametrize(
     ("mesh", "changes", "policy"),
     [
@@ -416,6 +417,7 @@ def test_fp8_weights_agree_with_one_device_and_are_gathered_as_stored(mesh_of, b
     assert (gathered.values.dtype, gathered.scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
 
 
+@repeats_parts_of("test_mesh_equals_one_device")
 def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_batch):
     batches = [random_batch([[256]] * 8, 256, vocab_size=2)]
     one_layer = {"num_hidden_layers": 1}

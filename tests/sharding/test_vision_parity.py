@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
@@ -67,6 +67,7 @@ def gradients(model, mesh, *batches):
     return jax.device_get([executor.loss_and_gradients(trainable, frozen, [batch], 1.0) for batch in placed])
 
 
+@repeats_parts_of("test_split_rows_equal_whole_rows")
 @pytest.mark.parametrize(
     ("name", "mesh", "trains"),
     [

@@ -308,6 +308,7 @@ def train(client, name, weight):
     client.call("optim_step", {"model_id": name, "adam_params": {"learning_rate": 0.05}})
 
 
+@repeats_parts_of("test_losses_that_wait_share_rows_and_have_the_gradients_of_each_alone")
 def test_requests_that_wait_are_answered_together(client, server, pair, monkeypatch):
     """By several models' adapters, of several ranks, with a bad request among them; each as alone."""
 

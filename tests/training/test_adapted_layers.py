@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.training.train import train
 
 
+@repeats_parts_of("test_kinds_left_out_stay_kinds_in_peft")
 def test_layers_and_modules_left_out_have_no_adapter(make_config, tmp_path):
     settings = {"steps": 1, "layers": (1,), "exclude": ("up_proj", "1.self_attn.q_proj")}
     train(make_config(output=tmp_path / "first", **settings))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from hearing import make_hearing, wav
 from safetensors.numpy import load_file
-from selection import thorough
+from selection import repeats_parts_of, thorough
 from tiny_runs import QUICKSTART
 
 from jaxglue.data.batch import Batch
@@ -68,6 +68,7 @@ def stored(folder):
     return tensors, [name for name in tensors if name.startswith(("model.audio_tower.", "model.embed_audio."))]
 
 
+@repeats_parts_of("test_features_are_those_of_each_image_alone_and_made_once")
 def test_clips_are_heard_once_and_their_tower_is_merged_as_it_was(folder, tmp_path, monkeypatch):
     made, see_images = [], step.see_images
 

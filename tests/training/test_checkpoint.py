@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from selection import repeat, repeats_parts_of
 
 from jaxglue.training import checkpoint
 from jaxglue.training.checkpoint import Checkpoints, NonFinite, reason_of
@@ -110,7 +111,7 @@ def frozen_objects():
 
 @pytest.mark.usefixtures("frozen_objects")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
-@pytest.mark.parametrize("damage", ["truncate", "delete"])
+@pytest.mark.parametrize("damage", [repeat("truncate"), "delete"])
 def test_any_damaged_file_still_restores_a_whole_checkpoint(tmp_path, damage, caplog):
     save_all(tmp_path / "good", {1: 2.0, 2: 1.0})
     files = [path.relative_to(tmp_path / "good") for path in (tmp_path / "good" / "2").rglob("*") if path.is_file()]
@@ -129,6 +130,7 @@ def test_any_damaged_file_still_restores_a_whole_checkpoint(tmp_path, damage, ca
     assert "2 is damaged, trying the one before" in caplog.text
 
 
+@repeats_parts_of("test_any_damaged_file_still_restores_a_whole_checkpoint")
 @pytest.mark.usefixtures("frozen_objects")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
 def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):

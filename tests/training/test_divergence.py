@@ -156,6 +156,7 @@ def poison(monkeypatch, failing):
     monkeypatch.setattr("jaxglue.training.loop.train_step", failing_step)
 
 
+@repeats_parts_of("test_rewinding_goes_back_past_a_checkpoint_that_only_spikes_followed")
 def test_no_checkpoint_is_saved_while_spikes_follow_each_other(make_config, tmp_path, monkeypatch):
     poison(monkeypatch, range(5, 99))
     config = make_config(steps=20, save_every=1, keep_checkpoints=3, on_spike="skip")

@@ -174,6 +174,7 @@ def answering(with_draft, write_jsonl, tmp_path):
     return lambda drafts: with_draft[0](**settings, drafts=drafts, output=tmp_path / drafts)
 
 
+@repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
 def test_answers_in_training_are_drafted(answering, tmp_path, monkeypatch):
     engines = list[Engine]()
     monkeypatch.setattr(
@@ -188,7 +189,7 @@ def test_answers_in_training_are_drafted(answering, tmp_path, monkeypatch):
     assert 0 < engine.drafts.accepted < engine.drafts.made
 
 
-@repeats_parts_of("test_answers_in_training_are_drafted")
+@repeats_parts_of("test_a_head_learns_beside_the_model_which_sees_none_of_it")
 def test_answers_in_training_are_those_without_drafts(answering, tmp_path):
     for drafts in ("off", "2"):
         train(answering(drafts))

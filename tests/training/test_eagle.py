@@ -64,6 +64,7 @@ def test_drafts_in_a_row_are_those_of_the_definition(block, drawn_model, tmp_pat
         np.testing.assert_allclose(np.asarray(logits)[followed], expected, rtol=0, atol=1e-4)
 
 
+@repeats_parts_of("test_a_head_learns_the_models_own_answers_and_drafts_them")
 def test_loss_and_acceptance_are_those_of_the_models_distributions(tiny_model, tmp_path):
     model, words = tiny_model("qwen3", vocab_size=24), [*range(0, 24, 2)]
     graphdefs, adapter, frozen = split_model(model, nnx.LoRAParam)

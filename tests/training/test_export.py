@@ -20,7 +20,7 @@ from jaxglue.training.result import export_result
 from jaxglue.training.train import train
 from jaxglue.training.vocabulary import Vocabulary
 from jaxglue.training.workload import settle
-from tests.selection import repeat
+from tests.selection import repeat, repeats_parts_of
 
 
 def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folder, tmp_path):
@@ -62,6 +62,7 @@ def test_a_run_on_several_sources_keeps_rows_of_them(make_config, write_jsonl, c
     assert kept["tokens"].any()
 
 
+@repeats_parts_of("test_adapters_of_embedding_and_head_are_trained_saved_merged_and_trained_on")
 def test_an_adapter_that_unties_the_head_is_trained_on(with_weights, model_folder, tmp_path):
     """As PEFT's are without ensure_weight_tying: the base's matrix stays the output projection."""
     first = train(with_weights(output=tmp_path / "first", steps=2, modules_to_save=("embed_tokens",))).adapter
@@ -88,6 +89,7 @@ def test_an_adapter_that_unties_the_head_is_trained_on(with_weights, model_folde
         train(replace(config, model=random, run=replace(config.run, output=tmp_path / "random")))
 
 
+@repeats_parts_of("test_an_adapter_is_read_back_trained_on_and_merged")
 @pytest.mark.parametrize("options", [{"new_tokens": "<|tool|>\n"}, repeat({"modules_to_save": ("embed_tokens",)})])
 def test_checkpoints_of_trained_vocabularies_and_dora_are_exported(with_weights, model_folder, tmp_path, options):
     if text := options.get("new_tokens"):
@@ -166,6 +168,7 @@ def test_adapters_of_embedding_and_head_are_trained_saved_merged_and_trained_on(
     assert read_config(config.run.output / "merged")["tie_word_embeddings"] is False
 
 
+@repeats_parts_of("test_a_full_model_is_read_back")
 def test_a_full_model_s_masters_are_compared_as_they_are_written(model_folder, make_config):
     """In 16 bits: the rounding of norms' weights, as of Gemma's, would differ more the deeper the model."""
     path = model_folder / "config.json"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from selection import repeats
+from selection import repeats, repeats_parts_of
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
@@ -52,6 +52,7 @@ def drawn_adapters(model, golden):
     return graphdefs, trainable, frozen, before
 
 
+@repeats_parts_of("test_losses_norms_and_metrics_are_those_of_sft_trainer")
 @pytest.mark.parametrize("name", repeats(NAMES, *(set(NAMES) - set(KEPT))))
 def test_adapters_move_in_ten_steps_as_pefts(name, tmp_path):
     golden, (raw, _) = unpacked(load_file(GOLDENS / f"{name}.safetensors")), read_golden(name)

@@ -1,6 +1,7 @@
 """Layers that FP8 does not suit."""
 
 import pytest
+from selection import repeats_parts_of
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
@@ -26,6 +27,7 @@ def test_nothing_changes_below_the_threshold():
     assert choice == ([True, True], False, "fp8: largest relative error of a layer 7.0%, in layer 1")
 
 
+@repeats_parts_of("test_layers_that_fp8_does_not_suit_leave_it")
 def test_a_resumed_run_keeps_the_choice_unless_the_limit_changed(make_config, monkeypatch, xla_cache):
     options = {"matmul": "fp8", "compilation_cache": xla_cache}
     errors, chosen = [FP8Errors([0.1, 0.3], None), FP8Errors([0.3, 0.1], None)], []

@@ -29,7 +29,7 @@ def gemma4_folder(model_folder):
     return model_folder
 
 
-@thorough("training/test_family_steps.py")
+@thorough("training/test_sft_trainer.py")
 def test_adapters_learn_in_layers_that_share_keys_and_values(make_config, gemma4_folder, tmp_path):
     summary = train(make_config(targets=("all-linear",), steps=4))
     assert summary.last_loss < summary.first_loss - 0.1
@@ -65,6 +65,7 @@ ALIKE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}  # layers 
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 
 
+@repeats_parts_of("test_full_fine_tuning_writes_a_model_folder")
 def test_full_fine_tuning_trains_experts_and_routers_and_keeps_the_scalars_of_layers(
     make_config, gemma4_folder, tmp_path
 ):

@@ -28,6 +28,7 @@ def hybrid_folder(model_folder):
     return model_folder
 
 
+@repeats_parts_of("test_run_learns_and_writes_its_results")
 def test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers(make_config, hybrid_folder, tmp_path):
     config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)
     summary = train(config)
@@ -45,7 +46,7 @@ def test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers(m
     assert not why_prompts_are_copied(config, model)
 
 
-@repeats_parts_of("test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers")
+@repeats_parts_of("test_run_learns_and_writes_its_results")
 def test_run_with_short_convolutions_learns_and_answers(make_config, model_folder, tmp_path):
     path = model_folder / "config.json"
     lfm = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
@@ -59,7 +60,7 @@ def test_run_with_short_convolutions_learns_and_answers(make_config, model_folde
     assert modules == {"0.conv.in_proj", "0.conv.out_proj"} | attention | feed_forwards
 
 
-@repeats_parts_of("test_run_learns_answers_samples_and_saves_adapters_of_both_kinds_of_layers")
+@repeats_parts_of("test_run_learns_and_writes_its_results")
 def test_experts_of_hybrids_learn(make_config, hybrid_folder, tmp_path):
     path = hybrid_folder / "config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

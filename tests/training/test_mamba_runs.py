@@ -68,7 +68,7 @@ def set_type(model_folder):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@thorough("training/test_linear_attention.py")
+@thorough("models/test_mamba.py")
 def test_adapters_of_all_projections_learn_and_answer(model_type, set_type, make_config, tmp_path, caplog):
     set_type(model_type)
     config = make_config(targets=("all-linear",), steps=6, sample_prompt=("Hello",), sample_tokens=3)

@@ -233,6 +233,7 @@ def test_devices_that_share_the_prompts_sample_with_the_bits_of_training(make_ex
     assert values[0]["grad_norm"] > 0
 
 
+@repeats_parts_of("test_devices_with_the_same_weights_share_the_prompts")
 def test_one_of_two_devices_samples_while_the_other_trains(make_config, tmp_path, write_jsonl, monkeypatch):
     """Answers and weights are those of one device by turns."""
     monkeypatch.setattr(jax, "device_count", lambda: 2)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models.lora_config import LoraConfig
@@ -38,6 +39,7 @@ def test_expert_load_is_read_from_training_batches(make_config, moe_folder, tmp_
     assert figures["step"] == 2 and "eval_loss" not in figures
 
 
+@repeats_parts_of("test_mxfp4_run_learns")
 def test_adapters_of_some_layers_experts_are_trained_on(make_config, moe_folder, tmp_path):
     options = {"layers": (1,), "targets": ("gate_up_proj", "down_proj")}
     first = train(make_config(steps=1, **options, output=tmp_path / "first")).adapter

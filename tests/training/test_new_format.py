@@ -118,6 +118,7 @@ def test_values_are_within_half_a_step_of_the_original(toy4):
     ).all()
 
 
+@repeats_parts_of("test_quantized_folder_trains_like_the_flag")
 def test_its_flag_trains_and_its_folder_is_written_and_read(toy4, make_config, folder, tmp_path):
     quantize_folder(folder, tmp_path / "stored", "toy4")
     assert read_config(tmp_path / "stored")["quantization_config"] == {"quant_method": "toy4"}
@@ -201,7 +202,7 @@ def sparse_folder(model_folder):
         yield model_folder
 
 
-@repeats_parts_of("test_its_flag_trains_and_its_folder_is_written_and_read")
+@repeats_parts_of("test_quantized_folder_trains_like_the_flag")
 def test_a_format_of_experts_is_read_and_trains_adapters(sparse_folder, make_config):
     raw = read_config(sparse_folder)
     config = config_from_hf(raw)

@@ -139,7 +139,7 @@ def test_muon_is_refused_for_adapters_and_experts(make_config, model_folder):
         train(make_config(optimizer="muon", method="full"))
 
 
-@repeats_parts_of("test_registered_optimizer_trains_and_resumes_to_the_bit")
+@repeats_parts_of("test_updates_equal_those_of_optax_on_the_whole_tree")
 @pytest.mark.parametrize(("name", "update_in_backward"), [("muon", False), ("adafactor", True)])
 def test_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, name, update_in_backward):
     options = {"optimizer": name, "method": "full", "steps": 4, "learning_rate": 1e-3, "schedule": "wsd"}

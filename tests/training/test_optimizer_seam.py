@@ -15,7 +15,7 @@ from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
 from jaxglue.training.step import prepare_steps
 from jaxglue.training.train import train
-from tests.selection import repeat
+from tests.selection import repeat, repeats_parts_of
 
 
 class SignMomentum:
@@ -73,6 +73,7 @@ def test_planner_takes_the_bytes_of_its_state(make_config):
     assert plan_rows(setup)["optimizer"].startswith("sign of momentum, learning rate")
 
 
+@repeats_parts_of("test_resumed_run_is_bit_identical")
 @pytest.mark.parametrize(
     "options", [{}, repeat({"update_in_backward": True, "clip_norm": 0}), repeat({"layers_per_program": 2})]
 )

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.training import out_of_memory
@@ -12,6 +12,7 @@ from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 
 
+@repeats_parts_of("test_gpu_out_of_memory_names_a_plan_that_fits")
 def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
     def exhausted(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")

@@ -76,6 +76,7 @@ def test_columns_of_rows_weigh_their_losses(run, chat_rows, capsys):
     assert "'importance'" not in capsys.readouterr().out
 
 
+@repeats_parts_of("test_columns_of_rows_weigh_their_losses")
 def test_columns_are_kept_in_the_cache_and_held_out(run, chat_rows, capsys):
     rows = [row | {"importance": 2.0} for row in chat_rows(8)]
     options = {"eval_fraction": 0.5, "eval_every": 1}

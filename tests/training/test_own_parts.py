@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 import jaxglue
 from jaxglue.training.record import read_metrics
-from tests.selection import repeat
+from tests.selection import repeat, repeats_parts_of
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def rows(chat_rows):
     return [{**row, "hard": float(number % 2)} for number, row in enumerate(chat_rows(24))]
 
 
+@repeats_parts_of("test_sums_by_source_equal_single_tokens")
 def test_metrics_are_of_single_tokens_of_held_out_documents(settings, rows, tmp_path):
     seen = []
 

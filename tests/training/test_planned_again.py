@@ -128,6 +128,7 @@ def test_a_resumed_run_is_planned_again(make_config, tmp_path, planned, overrun)
     assert_equal(results(tmp_path / "again"), results(tmp_path / "whole"))
 
 
+@repeats_parts_of("test_an_overrun_is_planned_again_with_the_results_of_that_plan")
 @pytest.mark.parametrize("kind", [repeat("exhausted"), "peak"])
 def test_overruns_of_all_plans_end_the_run_with_a_remedy(make_config, tmp_path, planned, overrun, monkeypatch, kind):
     train(make_config(steps=1))

@@ -35,7 +35,7 @@ def nf4_folder(model_folder):
     return model_folder
 
 
-@repeats_parts_of("test_layers_that_a_folder_leaves_unquantized_train_adapters")
+@repeats_parts_of("test_quantized_folder_trains_like_the_flag")
 @pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     summary = train(make_config(steps=8, quantize=how, sample_prompt=("Hello",), sample_tokens=3))
@@ -45,6 +45,7 @@ def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
 
 
+@repeats_parts_of("test_quantized_folder_trains_like_the_flag")
 def test_layers_that_a_folder_leaves_unquantized_train_adapters(make_config, nf4_folder, tmp_path):
     path = nf4_folder / "config.json"
     entry = {"quantization_config": FORMATS["nf4"].config() | {"llm_int8_skip_modules": ["model.layers.1.mlp"]}}
@@ -116,7 +117,7 @@ def test_host_embeddings_of_what_trains_is_sampled_or_tied_are_refused(make_conf
         make_config(embeddings="host", sample_prompt=("Hi",))
 
 
-@repeats_parts_of("test_host_table_gives_the_same_step")
+@repeats_parts_of("test_table_of_embeddings_for_each_layer_gives_the_same_step_and_is_left_out_of_the_plan")
 def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))

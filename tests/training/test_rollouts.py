@@ -123,7 +123,7 @@ def test_tokens_left_out_of_sampling_stay_in_log_probabilities(make_run, setting
     assert values["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("continued", [repeat(False), True])
+@pytest.mark.parametrize("continued", [False, repeat(True)])
 def test_a_reference_stays_what_the_run_began_with(make_run, continued):
     """New adapters are left out, and add nothing at first; those of another run have a copy."""
     first = make_run(beta=0.1, learning_rate=3e-2, steps=1)
@@ -342,6 +342,7 @@ def test_moments_stay_where_rates_are_unknown_training_goes_on_or_the_host_has_t
     assert found() is None
 
 
+@repeats_parts_of("test_a_stopped_run_goes_on_to_the_bit")
 def test_older_weights_differ_from_the_present_ones_as_training_tells(make_run, tmp_path):
     """Where training changes nothing, answers are those of a run that samples and trains by turns."""
     runs = {}
@@ -417,6 +418,7 @@ def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
     assert 0 < sum("b" in answer and len(answer) < 3 for answer in answers) < len(answers)  # some are the rows'
 
 
+@repeats_parts_of("test_a_base_under_a_privileged_prompt_is_distilled")
 @pytest.mark.parametrize("settings", [{"dora": True}, repeat({})])
 def test_a_base_is_what_training_begins_with_whatever_the_adapters(make_distillation, settings):
     config = make_distillation(teacher_system=None, steps=2, learning_rate=3e-2, **settings)
@@ -579,6 +581,7 @@ def reply(messages, wanted):
 """
 
 
+@repeats_parts_of("test_episodes_go_on_to_the_bit")
 def test_conversations_with_an_environment_train_the_models_turns_alone(make_run, tmp_path, monkeypatch):
     (tmp_path / "game.py").write_text(GAME)
     trained = []
@@ -609,6 +612,7 @@ def test_equal_rewards_are_said_once(make_run, caplog):
     assert "step 1: all answers to each prompt have the same reward" in caplog.text
 
 
+@repeats_parts_of("test_answers_that_other_settings_or_functions_kept_are_not_taken")
 def test_changed_functions_are_said_where_a_run_goes_on(make_run, tmp_path, caplog):
     file = tmp_path / "length.py"
     file.write_text("def length(completion):\n    return len(completion)\n")
@@ -647,6 +651,7 @@ def test_a_reward_model_of_this_vocabulary_judges(make_run, make_config, tmp_pat
     assert len(set(expected)) > 1
 
 
+@repeats_parts_of("test_answers_that_other_settings_or_functions_kept_are_not_taken")
 def test_a_run_that_replaces_another_takes_none_of_its_answers(make_run, tmp_path, monkeypatch):
     config = make_run(save_every=100, steps=3)
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeats_parts_of
 
 from jaxglue.commands import main
 from jaxglue.data.encode import Encoder
@@ -169,6 +170,7 @@ def test_results_stop_at_the_trained_end(name, make_folder, export):
     assert lists[1].get("top_p") == folder.get("generation", {}).get("top_p")
 
 
+@repeats_parts_of("test_doctor_compares_transformers_reading")
 def test_transformers_reads_a_result_as_trained(make_folder, export, tmp_path):
     (tmp_path / "other.jinja").write_text(template("<|im_start|>"))
     result, tokenizer = export(make_folder(config=0), chat_template=str(tmp_path / "other.jinja"))

@@ -77,6 +77,7 @@ def test_programs_of_few_losses_are_kept(settings, pairs, caplog, monkeypatch):
     assert "define a loss outside of the loop" in caplog.text
 
 
+@repeats_parts_of("test_a_session_teaches_another")
 @pytest.mark.parametrize(("temperature", "beta", "alpha"), [repeat(1.0, 0.0, 1.0), (2.0, 0.5, 0.5)])
 def test_a_teachers_distributions_are_distilled_from_logits(settings, pairs, tiny_model, temperature, beta, alpha):
     """The loss is that of both models' logits, by definition; steps lower it."""
@@ -285,6 +286,7 @@ def test_a_model_is_loaded_with_its_adapter(settings, chat_rows, tmp_path):
     assert float(jnp.abs(adapted - plain).max()) > 1e-3
 
 
+@repeats_parts_of("test_layers_that_fp8_does_not_suit_leave_it")
 def test_answers_take_fp8_where_training_does(settings, pairs, monkeypatch):
     """Sampled log-probabilities are the trainer's also once a layer has left FP8."""
     monkeypatch.setattr(step, "fp8_errors", lambda *_: FP8Errors([0.1, 0.9], None))

@@ -215,6 +215,7 @@ def test_resumed_run_keeps_its_row_length(make_config, model_folder, tmp_path, s
         assert train(make_config(seq_len=None, steps=3, resume=True)).steps == 3
 
 
+@repeats_parts_of("test_resuming_another_run_names_the_difference")
 def test_resume_needs_same_configuration_model_and_data(make_config, model_folder, write_jsonl, chat_rows, tmp_path):
     train(make_config(steps=2))
     other_data = (write_jsonl(chat_rows(20, seed=5), "other.jsonl"),)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from selection import thorough
+from selection import repeats_parts_of, thorough
 from tiny_runs import make_seeing
 
 from jaxglue.api.session import Session
@@ -60,7 +60,7 @@ def run(folder, output, **settings):
     return summary, [row["loss"] for row in read_metrics(Path(output) / "metrics.jsonl") if "loss" in row]
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 def test_kept_features_train_as_a_tower_in_each_step_and_resume_to_the_bit(folder, tmp_path):
     picture = tmp_path / "picture.png"
     picture.write_bytes(
@@ -160,7 +160,7 @@ def test_features_on_disk_are_those_of_memory_whatever_is_damaged(folder, tmp_pa
     assert made[-1].computed == len(files)
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 @pytest.mark.parametrize("trains", ["all", "projector"])
 def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
     run(folder, tmp_path / "first", method="full", steps=1, epochs=1)
@@ -180,7 +180,7 @@ def test_towers_and_projectors_train_and_are_exported(folder, tmp_path, trains):
     assert parts == ({"blocks", "merger"} if trains == "all" else {"merger"})
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
     lines = (folder / "rows.jsonl").read_text().splitlines()[:6]
     pairs = []
@@ -200,7 +200,7 @@ def test_pairs_with_images_train_alike_with_kept_features(folder, tmp_path):
         np.testing.assert_allclose(other, runs[0], rtol=1e-4)
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 def test_videos_beside_images_train_alike_with_kept_features(folder, tmp_path):
     lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     frames = [image for line in lines for image in line.get("images", ())][:5]
@@ -218,14 +218,14 @@ def test_videos_beside_images_train_alike_with_kept_features(folder, tmp_path):
     assert abs(backwards[-1] - kept[-1]) > 1e-4 * kept[-1]
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 def test_a_tower_that_is_to_train_needs_images(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[-1] + "\n")
     with pytest.raises(ValueError, match="--train-vision all: the data have no images"):
         run(folder, tmp_path / "run", data=[str(tmp_path / "texts.jsonl")], train_vision="all")
 
 
-@thorough("training/test_vision_steps.py")
+@thorough("models/test_vision.py")
 @pytest.mark.parametrize("objective", ["decide", "decide_head"])
 def test_decisions_about_pictures_read_them_before_the_state(folder, tmp_path, objective):
     rows = []
@@ -335,6 +335,14 @@ def test_scores_of_pictures_are_those_of_training_from_adapter_and_merge(folder,
     assert np.mean(losses) == pytest.approx(last["eval_loss"], rel=1e-3)
 
 
+def test_a_model_that_sees_is_trained_and_merged(folder, tmp_path):
+    summary, _ = run(folder, tmp_path / "run", steps=1)
+    export_adapter(summary.adapter, tmp_path / "run" / "base", tmp_path / "merged")
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "base", tmp_path / "merged"))
+    assert base.keys() == merged.keys()
+
+
+@repeats_parts_of("test_text_model_learns_new_tokens_and_merges_beside_the_vision_tower")
 def test_tokens_are_added_to_a_model_that_sees(folder, tmp_path):
     whole, _ = run(folder, tmp_path / "whole", method="full", steps=1)
     (tmp_path / "tokens.txt").write_text("<act>\n<look>\n")

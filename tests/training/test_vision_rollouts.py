@@ -78,6 +78,7 @@ def test_another_picture_is_another_run(rows, tmp_path):
     assert same == {"1": False, "2": True, "3": True, "4": True}
 
 
+@repeats_parts_of("test_another_picture_is_another_run")
 @pytest.mark.parametrize("teacher_system", ["", repeat("Look at the {color}.")])
 def test_a_teacher_sees_the_images_of_the_student(rows, teacher_system):
     settings = {"objective": "distill", "num_generations": None, "lmbda": 1.0, "teacher": "base", "lora_rank": 4}

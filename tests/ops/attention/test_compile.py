@@ -76,6 +76,7 @@ def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     assert temporary < 4 * T * N * H * 2  # a few arrays of q's size
 
 
+@repeats_parts_of("test_saved_residuals_spare_a_forward_kernel")
 @pytest.mark.parametrize("window", [None, repeat(128)])
 def test_forked_segments_take_the_same_kernels(h200, window):
     shape = {"T": 8192, "N": 32, "K": 8, "H": 128 if window is None else 64, "window": window, "forks": True}

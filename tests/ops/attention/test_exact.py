@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.ops.attention import ATTENTION, packed_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles, kernel_tiles, key_tile
@@ -109,7 +109,7 @@ def assert_equal(groups, sinks, tile, window=None) -> list[np.ndarray]:
     ("group", "has_sinks", "dtype", "head_dim", "window"),
     [
         repeat(4, True, np.float32, H, None),
-        (1, False, jnp.bfloat16, H, None),
+        repeat(1, False, jnp.bfloat16, H, None),
         (2, True, np.float32, 32, 24),
         repeat(1, False, np.float32, 128, 40),
         repeat(2, False, np.float32, 128, None),
@@ -155,6 +155,7 @@ def products_in_float64(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@repeats_parts_of("test_reference_gives_a_query_the_same_bits_in_any_row_and_in_pages")
 @pytest.mark.usefixtures("products_in_float64")
 @pytest.mark.parametrize(
     ("group", "has_sinks", "window"), [(2, True, 24), repeat(4, True, None), repeat(1, False, None)]

@@ -7,7 +7,7 @@ from jaxglue.ops.delta_rule import DELTA_RULE, DeltaCall, DeltaHeads, gated_delt
 from jaxglue.ops.delta_rule.chunks import ChunkedDeltaRule
 from jaxglue.ops.segments import pack_forks, pack_segments
 from tests.closeness import assert_close, outputs_and_gradients
-from tests.selection import repeats
+from tests.selection import repeats, repeats_parts_of
 
 K, N, H, V = 2, 4, 8, 6
 HEADS = DeltaHeads(K, N, H)
@@ -74,6 +74,7 @@ def test_chunks_equal_the_scan(name):
     assert_close(got[1:], expected[1:], 1e-4)
 
 
+@repeats_parts_of("test_chunks_equal_the_scan")
 def test_packed_documents_equal_separate_ones():
     lengths, T = [3, 30, 1, 17, 50], 112
     values, cotangent = arguments(1, T, seed=1), jax.random.normal(jax.random.key(2), (1, T, N, V))

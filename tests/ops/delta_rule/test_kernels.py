@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat, repeats
+from selection import repeat, repeats, repeats_parts_of
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.delta_rule import (
@@ -102,6 +102,7 @@ def test_interpreted_gated_norm_equals_the_reference(interpreted):
     assert_close(compute(interpreted(TritonDeltaRows)(compute_capability=90)), compute(None), 1e-6)
 
 
+@repeats_parts_of("test_saved_residuals_spare_a_forward_kernel")
 @pytest.mark.parametrize(("saved", "count"), [(True, 7), repeat(False, 8)])
 def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     """Both passes read inverses and states, which are computed again."""

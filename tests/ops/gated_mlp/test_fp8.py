@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops import names
@@ -162,6 +162,7 @@ def test_bf16_is_close_to_float32_on_a_gpu(case):
     assert_same_direction(all_results(in_fp8, arguments, cotangents), expected, 0.995)
 
 
+@repeats_parts_of("test_only_kernels_write_wide_arrays")
 @pytest.mark.parametrize("capability", [repeat((8, 9)), (9, 0)])
 def test_wide_arrays_are_quantized_in_one_pass(gpu_target, capability):
     M, F, R = 1024, 512, 16

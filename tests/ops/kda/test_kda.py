@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat, repeats, thorough
+from selection import repeat, repeats, repeats_parts_of, thorough
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.delta_rule import DeltaHeads
@@ -81,6 +81,7 @@ def test_interpreted_kernels_equal_the_scan(interpreted):
     assert_close(compute(interpreted_rule(interpreted), values, segments), expected, 1e-5)
 
 
+@repeats_parts_of("test_chunks_equal_the_scan")
 def test_no_bit_depends_on_a_neighbor(rule):
     """Outputs and gradients of two documents, each in chunks and blocks of others whose values change."""
     rows, own = [[20, 30, 7, 40]], np.r_[20:50, 57:97]

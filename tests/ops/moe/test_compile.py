@@ -69,13 +69,14 @@ def kernels(compiled) -> int:
     return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
 
 
-@repeats_parts_of("test_saving_projections_avoids_recomputing_a_matmul")
+@repeats_parts_of("test_mxfp4_experts_multiply_in_fp8_without_bf16_copies")
 def test_frozen_experts_take_two_matmuls_each_way(compile_step):
     compiled = compile_step(jax.checkpoint_policies.everything_saveable)
     assert kernels(compiled) == 9  # a choice, 4 matmuls, 2 activations, 2 combines
     assert compiled.memory_analysis().temp_size_in_bytes < 5.5 * ROWS
 
 
+@repeats_parts_of("test_mxfp4_experts_multiply_in_fp8_without_bf16_copies")
 def test_saving_projections_avoids_recomputing_a_matmul(compile_step):
     saved = jax.checkpoint_policies.save_only_these_names(names.EXPERT_GATE_UP, names.ROUTING)
     compiled = compile_step(saved)
@@ -98,7 +99,7 @@ def test_mxfp4_experts_multiply_in_fp8_without_bf16_copies(compile_step):
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * ROWS + E * 3 * F * D
 
 
-@repeats_parts_of("test_saving_projections_avoids_recomputing_a_matmul")
+@repeats_parts_of("test_mxfp4_experts_multiply_in_fp8_without_bf16_copies")
 def test_no_array_of_copied_tokens_exists(compile_adapters):
     rows = 16_384 * 8 * 2048 * 2
     assert kernels(compile_adapters) == 15

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ptx import halves, matmuls_left_running, run_assembly
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.ops import backend
 from jaxglue.ops.backend import tracing_for
@@ -85,12 +85,12 @@ def kernels(interpreted):
     [
         repeat((5, 8, 2, 48, 40), {}),
         ((52, 4, 2, 64, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}),  # tiles of 32, 48, 64
-        ((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
+        repeat((3, 2, 1, 160, 32), {"stored": "mxfp4"}),
         repeat((90, 2, 1, 64, 64), {"stored": "nf4"}),  # two tiles of 64 rows for an expert
-        ((9, 4, 2, 128, 64), {"stored": "nf4"}),
+        repeat((9, 4, 2, 128, 64), {"stored": "nf4"}),
         ((9, 4, 2, 96, 64), {"stored": "fp8"}),
         repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}),
-        ((9, 4, 2, 64, 48), {"activation": "relu2"}),
+        repeat((9, 4, 2, 64, 48), {"activation": "relu2"}),
         ((9, 4, 2, 32, 32), {"exact": True}),
         ((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}),
     ],
@@ -104,7 +104,7 @@ def test_interpreted_kernels_match_the_reference(sizes, options, kernels):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
-@pytest.mark.parametrize("stored", ["fp8", "int8"])
+@pytest.mark.parametrize("stored", [repeat("fp8"), "int8"])
 def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
     (x, *arrays), options = case(40, 2, 1, 64, 32, stored=stored)  # tiles of 48 rows
     arrays = x.at[3].multiply(1e9).at[4].multiply(1e-9).at[5].set(0), *arrays  # beyond float16
@@ -116,7 +116,7 @@ def test_bytes_multiplied_in_float16_match_the_reference(stored, kernels):
     assert not got[5].any() and bool(jnp.isfinite(got).all())
 
 
-@pytest.mark.parametrize("stored", ["fp8", "int8"])
+@pytest.mark.parametrize("stored", ["fp8", repeat("int8")])
 def test_adapters_multiply_rows_that_float16_does_not_hold(stored, kernels):
     (x, *arrays), options = case(40, 2, 1, 64, 32, stored=stored)
     arrays, lora = (x.at[3].multiply(1e9).at[4].multiply(1e-9), *arrays), adapters(2, 64, 32, (4, 4))
@@ -130,10 +130,10 @@ def test_adapters_multiply_rows_that_float16_does_not_hold(stored, kernels):
 @pytest.mark.parametrize(
     ("sizes", "options", "ranks"),
     [
-        ((5, 8, 2, 48, 40), {}, (4, 4)),
+        repeat((5, 8, 2, 48, 40), {}, (4, 4)),
         ((52, 4, 2, 160, 32), {"stored": "mxfp4", "activation": "gpt_oss", "bias": True}, (4, 3)),  # tiles of 32 to 64
         ((9, 4, 2, 128, 64), {"stored": "nf4"}, (0, 16)),
-        ((9, 4, 2, 96, 64), {"stored": "fp8"}, (20, 4)),
+        repeat((9, 4, 2, 96, 64), {"stored": "fp8"}, (20, 4)),
         repeat((3, 4, 2, 64, 32), {"stored": "int8", "activation": "geglu"}, (4, 0)),
         repeat((3, 6, 2, 32, 48), {"transposed": False, "activation": "gpt_oss", "bias": True}, (4, 4)),
     ],
@@ -151,6 +151,7 @@ def test_interpreted_kernels_add_adapters(sizes, options, ranks, several, kernel
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@repeats_parts_of("test_interpreted_kernels_add_adapters")
 @pytest.mark.parametrize(
     ("stored", "wide", "K", "options"),
     [

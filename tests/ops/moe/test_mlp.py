@@ -105,7 +105,7 @@ def test_reference_matches_every_expert(activation, transpose):
     assert_same(output_and_gradients(function, arguments), expected)
 
 
-@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False), ("relu2", True)])
+@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False), repeat("relu2", True)])
 def test_interpreted_kernels_match_every_expert(activation, transpose, interpreted_kernels):
     tiles = MatmulTiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
     kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.recurrence import recur
@@ -68,6 +68,7 @@ def test_interpreted_kernels_equal_the_reference(W, biased, trained, interpreted
     assert_close(compute(kernels), compute(None), 1e-6)
 
 
+@repeats_parts_of("test_saved_residuals_spare_a_forward_kernel")
 @pytest.mark.parametrize("W", [3, repeat(7)])
 def test_a_pass_is_one_kernel_on_a_gpu(W, h200):
     segments = pack_segments([[100, 300]], seq_len=512)

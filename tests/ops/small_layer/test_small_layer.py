@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
-from selection import repeat
+from selection import repeat, repeats_parts_of
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.layer_forms import run_layer
@@ -94,6 +94,7 @@ def test_outputs_and_gradients_match_separate_operations(kernels, interpreted, k
     assert_close(got, expected, 1e-5)
 
 
+@repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
 def test_adapters_learn_the_same_from_a_constant_input(kernels):
     layer, (adapters, x) = random_case(lengths=((5, 2),), tokens=8)
     with SMALL_LAYER.using(kernels):
@@ -115,6 +116,7 @@ def step_on(device, policy="none"):
     return jax.jit(step, compiler_options=STEP_OPTIONS), shapes
 
 
+@repeats_parts_of("test_outputs_and_gradients_match_separate_operations")
 def test_few_kernels_run_between_matmuls(h200):
     step, shapes = step_on(h200)
     with tracing_for((9, 0)):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import repeat, repeats
+from selection import repeat, repeats, repeats_parts_of
 
 from jaxglue.ops import backend
 from jaxglue.ops.backend import compute_capability, tracing_for
@@ -90,6 +90,7 @@ def test_chunks_equal_the_scan(case, rule):
     assert not any(np.any(x[padding]) for x in got[:4])
 
 
+@repeats_parts_of("test_states_behind_packed_documents_are_those_of_steps")
 def test_no_bit_depends_on_a_neighbor(rule):
     """Outputs and gradients of two documents, each in chunks of others whose values change."""
     rows, own = [[20, 30, 7, 40]], np.r_[20:50, 57:97]
@@ -182,6 +183,7 @@ def test_step_sizes_stay_within_limits():
     np.testing.assert_allclose(got, [0.001, 0.1, 0.1])
 
 
+@repeats_parts_of("test_saved_residuals_spare_a_forward_kernel")
 @pytest.mark.parametrize(("saved", "count"), [(True, 12), repeat(False, 13)])
 def test_saved_outputs_spare_a_kernel_on_a_gpu(saved, count, h200):
     """Both passes read decays and states, which are computed again, as is the convolution."""
