@@ -69,7 +69,7 @@ class Chat(NamedTuple):
             role = message["role"]
             follows = bool(messages) and messages[-1]["role"] == "system" and role in ("system", "developer")
             if follows and (is_developers or role == "developer"):
-                messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{message['content']}"}
+                messages[-1] = messages[-1] | {"content": _joined(messages[-1]["content"], message["content"])}
             else:
                 messages.append(message | {"role": "system"} if role == "developer" else message)
                 trained.append(train)
@@ -196,6 +196,14 @@ def _message(message: Any, images: list[Any] | None) -> dict[str, Any]:
 def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
     """Return the texts of a message's content between its images."""
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _joined(first: str | list[dict[str, Any]], second: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return two contents with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    texts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, "\n\n", second)]
+    return [part for parts in texts for part in parts]
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
