@@ -1,6 +1,7 @@
 """Row formats: detection, the texts, the chat or the answers of a row, and columns that a format does not use."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -303,15 +304,34 @@ def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**row, "label": row["kto_tag"], "messages": chat.messages}
 
 
-def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
-    """Return a row's value of a column, `absent` without one, NaN for anything but a number.
+def read_numbers(row: Mapping[str, Any], columns: Columns) -> list[float]:
+    """Return a row's values of columns, `absent` without one, NaN for anything but a number.
 
-    `labels.2` is the third value of the list `labels`.
+    `labels.2` is the third value of the list `labels`, which tables have as JSON.
+
+    Raises:
+        ValueError: a list of another length than the columns have places of it.
     """
-    value, (column, dot, place) = row.get(name), name.rpartition(".")
-    if dot and isinstance(listed := row.get(column), list):
-        value = listed[int(place)] if int(place) < len(listed) else absent
-    return absent if value in (None, "") else number_of(value)
+    counts = Counter(column for name in columns if (column := name.rpartition(".")[0]))
+    lists = {column: _list_of(row, column, count) for column, count in counts.items()}
+    values = []
+    for name, absent in columns.items():
+        column, _, place = name.rpartition(".")
+        value = row.get(name) if lists.get(column) is None else lists[column][int(place)]
+        values.append(absent if value in (None, "") else number_of(value))
+    return values
+
+
+def _list_of(row: Mapping[str, Any], column: str, count: int) -> list[Any] | None:
+    """Return the list of a column; None for anything else."""
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, column)
+    if not isinstance(value, list):
+        return None
+    if len(value) != count:
+        raise ValueError(f"{column!r} has {len(value)} values, expected {count}, one for each of --num-labels")
+    return value
 
 
 def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
