@@ -262,8 +262,7 @@ def select_answers(
         ValueError: an overlong unit under `overlong='error'`, no unit left, or a value of a column that is no number.
     """
     bounds, seq_len = _Bounds.of(store), config.row_tokens
-    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
-    rows = len(store.lengths) // 2
+    candidates = _labeled(store, bounds) if task.labeled else _pairs(store, bounds, task)
     units, truncated = [], 0
     for unit in candidates:
         prompts = unit.prompt * (1 if task.shared_prompt else 2)
@@ -279,11 +278,10 @@ def select_answers(
         raise ValueError(
             f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
         )
-    expected = len(candidates) if task.labeled else rows
     dataset = _dataset(store, units, task)
     reader = ImageReader(rules=images, store=store) if images is not None and store.images is not None else None
     dataset = replace(dataset, columns=read_columns(store, dataset.rows, columns, source), reader=reader)
-    return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
+    return Selection(dataset=dataset, truncated=truncated, dropped=len(store.lengths) // 2 - len(units))
 
 
 def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Unit]:
