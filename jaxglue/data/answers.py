@@ -256,7 +256,8 @@ def select_answers(
     """Select the units whose answers have target tokens, fitted into a row.
 
     A store has two documents for every row of the data: a preferred and another answer, one empty where the row has a
-    label. An overlong unit loses the ends of its answers, the longer one's first.
+    label. An overlong unit loses the ends of its answers, the longer one's first, and is left out where they are then
+    equal.
 
     Raises:
         ValueError: an overlong unit under `overlong='error'`, no unit left, or a value of a column that is no number.
@@ -270,7 +271,7 @@ def select_answers(
         if overlong and config.overlong == "error":
             raise overlong_error(config, row_origin(source, unit.document // 2), prompts + sum(unit.sizes))
         unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
-        if not _counts(store, unit, task) or (overlong and config.overlong == "drop"):
+        if not _counts(store, unit, task) or (overlong and (config.overlong == "drop" or _is_equal(store, unit, task))):
             continue
         units.append(unit)
         truncated += overlong
@@ -323,6 +324,13 @@ def _counts(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
         return min(unit.sizes) > 0
     starts = store.offsets[unit.document] + unit.prompt + 1, unit.second
     return all(_counted(store, start, size) for start, size in zip(starts, unit.sizes, strict=True))
+
+
+def _is_equal(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
+    """Tell whether both answers of a pair have the same tokens, as far as the shorter one goes."""
+    first, size = store.offsets[unit.document] + unit.prompt + (not task.scored), min(unit.sizes)
+    answers = (store.tokens[start : start + size] for start in (first, unit.second))
+    return not task.labeled and np.array_equal(*answers)
 
 
 def _counted(store: TokenStore, start: int, size: int) -> int:

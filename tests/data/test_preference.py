@@ -68,6 +68,15 @@ def test_an_overlong_pair_loses_the_end_of_the_longer_answer(prepare):
     assert cut.train.sizes.tolist() == [[whole.train.sizes[0, 0], 10]] and cut.report.truncated == 1
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_pair_whose_answers_are_cut_to_equal_ones_is_left_out(prepare, scored):
+    same = {"prompt": [USER], "chosen": [said("It is 3. " * 40 + "a")], "rejected": [said("It is 3. " * 40 + "b")]}
+    task = PAIRS._replace(scored=scored)
+    whole, _ = prepare([PAIR, same], task, seq_len=1024)
+    cut, _ = prepare([PAIR, same], task)
+    assert [(len(each.train), each.report.dropped) for each in (whole, cut)] == [(2, 0), (1, 1)]
+
+
 def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     rows = [
         {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", "false"))
