@@ -329,8 +329,8 @@ def _counts(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
 def _is_equal(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
     """Tell whether both answers of a pair have the same tokens, as far as the shorter one goes."""
     first, size = store.offsets[unit.document] + unit.prompt + (not task.scored), min(unit.sizes)
-    answers = (store.tokens[start : start + size] for start in (first, unit.second))
-    return not task.labeled and np.array_equal(*answers)
+    one, other = (store.tokens[start : start + size] for start in (first, unit.second))
+    return not task.labeled and np.array_equal(one, other)
 
 
 def _counted(store: TokenStore, start: int, size: int) -> int:

@@ -67,6 +67,8 @@ PAIRS = "preference"
 """Format of rows of two answers."""
 ANSWER_KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
+LABELS = "labels"
+"""Column with 1 or 0 for each of a document's labels."""
 PAIR_COLUMNS: Columns = {"margin": 0.0}
 """Columns that every store of pairs holds: least differences of the answers' scores."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
@@ -310,28 +312,26 @@ def read_numbers(row: Mapping[str, Any], columns: Columns) -> list[float]:
     `labels.2` is the third value of the list `labels`, which tables have as JSON.
 
     Raises:
-        ValueError: a list of another length than the columns have places of it.
+        ValueError: `labels` with more or fewer values than columns of them.
     """
     counts = Counter(column for name in columns if (column := name.rpartition(".")[0]))
-    lists = {column: _list_of(row, column, count) for column, count in counts.items()}
-    values = []
+    lists = {column: values for column in counts if (values := _list_of(row, column)) is not None}
+    if LABELS in lists and (found := len(lists[LABELS])) != counts[LABELS]:
+        raise ValueError(f"{LABELS!r} has {found} values, expected {counts[LABELS]}, one for each of --num-labels")
+    numbers = []
     for name, absent in columns.items():
         column, _, place = name.rpartition(".")
-        value = row.get(name) if lists.get(column) is None else lists[column][int(place)]
-        values.append(absent if value in (None, "") else number_of(value))
-    return values
+        value = dict(enumerate(lists[column])).get(int(place)) if column in lists else row.get(name)
+        numbers.append(absent if value in (None, "") else number_of(value))
+    return numbers
 
 
-def _list_of(row: Mapping[str, Any], column: str, count: int) -> list[Any] | None:
+def _list_of(row: Mapping[str, Any], column: str) -> list[Any] | None:
     """Return the list of a column; None for anything else."""
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, column)
-    if not isinstance(value, list):
-        return None
-    if len(value) != count:
-        raise ValueError(f"{column!r} has {len(value)} values, expected {count}, one for each of --num-labels")
-    return value
+    return value if isinstance(value, list) else None
 
 
 def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:
