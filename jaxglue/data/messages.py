@@ -301,9 +301,8 @@ def _part(part: Any, role: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     text = part.get("text", part.get("value")) if kind == "text" else None  # LLaMA-Factory's v1 has it as value
     if not isinstance(text, str):
-        raise ValueError(
-            f"the {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on"
-        )
+        found = "text whose 'text' is none" if kind == "text" else f"type {kind!r:.100}: only text parts can be read"
+        raise ValueError(f"the {role!r:.100} message has a part of {found}")
     return text
 
 
