@@ -256,14 +256,14 @@ def select_answers(
     """Select the units whose answers have target tokens, fitted into a row.
 
     A store has two documents for every row of the data: a preferred and another answer, one empty where the row has a
-    label. An overlong unit loses the ends of its answers, the longer one's first.
+    label. An overlong unit loses the ends of its answers, the longer one's first, and is left out where they are then
+    equal.
 
     Raises:
         ValueError: an overlong unit under `overlong='error'`, no unit left, or a value of a column that is no number.
     """
     bounds, seq_len = _Bounds.of(store), config.row_tokens
-    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
-    rows = len(store.lengths) // 2
+    candidates = _labeled(store, bounds) if task.labeled else _pairs(store, bounds, task)
     units, truncated = [], 0
     for unit in candidates:
         prompts = unit.prompt * (1 if task.shared_prompt else 2)
@@ -271,7 +271,7 @@ def select_answers(
         if overlong and config.overlong == "error":
             raise overlong_error(config, row_origin(source, unit.document // 2), prompts + sum(unit.sizes))
         unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
-        if not _counts(store, unit, task) or (overlong and config.overlong == "drop"):
+        if not _counts(store, unit, task) or (overlong and (config.overlong == "drop" or _is_equal(store, unit, task))):
             continue
         units.append(unit)
         truncated += overlong
@@ -279,11 +279,10 @@ def select_answers(
         raise ValueError(
             f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
         )
-    expected = len(candidates) if task.labeled else rows
     dataset = _dataset(store, units, task)
     reader = ImageReader(rules=images, store=store) if images is not None and store.images is not None else None
     dataset = replace(dataset, columns=read_columns(store, dataset.rows, columns, source), reader=reader)
-    return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
+    return Selection(dataset=dataset, truncated=truncated, dropped=len(store.lengths) // 2 - len(units))
 
 
 def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Unit]:
@@ -325,6 +324,13 @@ def _counts(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
         return min(unit.sizes) > 0
     starts = store.offsets[unit.document] + unit.prompt + 1, unit.second
     return all(_counted(store, start, size) for start, size in zip(starts, unit.sizes, strict=True))
+
+
+def _is_equal(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
+    """Tell whether both answers of a pair have the same tokens, as far as the shorter one goes."""
+    first, size = store.offsets[unit.document] + unit.prompt + (not task.scored), min(unit.sizes)
+    one, other = (store.tokens[start : start + size] for start in (first, unit.second))
+    return not task.labeled and np.array_equal(one, other)
 
 
 def _counted(store: TokenStore, start: int, size: int) -> int:

@@ -20,7 +20,7 @@ from jaxglue.data.formats import (
     Segments,
     Text,
     read_answers,
-    read_number,
+    read_numbers,
     read_row,
 )
 from jaxglue.data.images import ImageRules
@@ -173,19 +173,24 @@ class Encoder:
         lengths = np.array([len(part) for part in chain(*parts)], np.int64) // TOKEN_BYTES
         trained = np.array([trained for _, trained in chain(*documents)], np.uint8)
         tokens_, mask = np.frombuffer(bytearray().join(chain(*parts)), np.int32), np.repeat(trained, lengths)
+        numbers = np.array([*map(self._numbers, rows)], np.float32)
         if self._images is not None and any(self._records):
             mask[np.isin(tokens_, self._images.tokens)] = 0
         return Encoded(
             tokens_,
             mask,
             np.array([sum(map(len, part)) // TOKEN_BYTES for part in parts], np.int32),
-            {
-                name: np.array([read_number(row.value, name, absent) for row in rows], np.float32)
-                for name, absent in self.columns.items()
-            },
+            dict(zip(self.columns, np.reshape(numbers, (len(rows), len(self.columns))).T, strict=True)),
             dict(self._findings),
             None if self._images is None else ImageRecords.of(self._records),
         )
+
+    def _numbers(self, row: Row) -> list[float]:
+        """Return a row's values of columns."""
+        try:
+            return read_numbers(row.value, self.columns)
+        except ValueError as error:
+            raise ValueError(f"{row.origin}: {error}") from error
 
     def _named_documents(self, row: Row) -> list[Pieces]:
         """Return the documents of a row: one, or two answers, of which a labeled row leaves one empty."""

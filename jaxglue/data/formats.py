@@ -1,6 +1,7 @@
 """Row formats: detection, the texts, the chat or the answers of a row, and columns that a format does not use."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +67,8 @@ PAIRS = "preference"
 """Format of rows of two answers."""
 ANSWER_KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
+LABELS = "labels"
+"""Column with 1 or 0 for each of a document's labels."""
 PAIR_COLUMNS: Columns = {"margin": 0.0}
 """Columns that every store of pairs holds: least differences of the answers' scores."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
@@ -303,15 +306,32 @@ def _with_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**row, "label": row["kto_tag"], "messages": chat.messages}
 
 
-def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
-    """Return a row's value of a column, `absent` without one, NaN for anything but a number.
+def read_numbers(row: Mapping[str, Any], columns: Columns) -> list[float]:
+    """Return a row's values of columns, `absent` without one, NaN for anything but a number.
 
-    `labels.2` is the third value of the list `labels`.
+    `labels.2` is the third value of the list `labels`, which tables have as JSON.
+
+    Raises:
+        ValueError: `labels` with more or fewer values than columns of them.
     """
-    value, (column, dot, place) = row.get(name), name.rpartition(".")
-    if dot and isinstance(listed := row.get(column), list):
-        value = listed[int(place)] if int(place) < len(listed) else absent
-    return absent if value in (None, "") else number_of(value)
+    counts = Counter(column for name in columns if (column := name.rpartition(".")[0]))
+    lists = {column: values for column in counts if (values := _list_of(row, column)) is not None}
+    if LABELS in lists and (found := len(lists[LABELS])) != counts[LABELS]:
+        raise ValueError(f"{LABELS!r} has {found} values, expected {counts[LABELS]}, one for each of --num-labels")
+    numbers = []
+    for name, absent in columns.items():
+        column, _, place = name.rpartition(".")
+        value = dict(enumerate(lists[column])).get(int(place)) if column in lists else row.get(name)
+        numbers.append(absent if value in (None, "") else number_of(value))
+    return numbers
+
+
+def _list_of(row: Mapping[str, Any], column: str) -> list[Any] | None:
+    """Return the list of a column; None for anything else."""
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, column)
+    return value if isinstance(value, list) else None
 
 
 def _pair(row: Mapping[str, Any], *, sees: bool) -> AnswerTexts:

@@ -42,7 +42,7 @@ def select_labeled(
     columns: Columns,
     images: ImageRules | None = None,
 ) -> Selection:
-    """Select the documents with a token to read their label at, fitted into a row.
+    """Select the documents that rows do not leave out (`weight`) with a token to read, fitted into a row.
 
     Raises:
         ValueError: a document above `seq_len` under `overlong='error'`, none left, or a label that is missing or none
@@ -52,7 +52,8 @@ def select_labeled(
     overlong = np.flatnonzero(whole > config.row_tokens)
     if len(overlong) and config.overlong == "error":
         raise overlong_error(config, row_origin(source, int(overlong[0])), int(whole[overlong[0]]))
-    keep = whole > 0
+    ends = np.searchsorted(np.flatnonzero(store.mask), store.offsets)
+    keep = (whole > 0) & (ends[1:] > ends[:-1])
     if config.overlong == "drop":
         keep[overlong] = False
     documents = np.flatnonzero(keep)

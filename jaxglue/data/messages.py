@@ -69,7 +69,7 @@ class Chat(NamedTuple):
             role = message["role"]
             follows = bool(messages) and messages[-1]["role"] == "system" and role in ("system", "developer")
             if follows and (is_developers or role == "developer"):
-                messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{message['content']}"}
+                messages[-1] = messages[-1] | {"content": _joined(messages[-1]["content"], message["content"])}
             else:
                 messages.append(message | {"role": "system"} if role == "developer" else message)
                 trained.append(train)
@@ -198,6 +198,14 @@ def content_texts(content: str | list[dict[str, Any]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
+def _joined(first: str | list[dict[str, Any]], second: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return two contents with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    texts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, "\n\n", second)]
+    return [part for parts in texts for part in parts]
+
+
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the images, videos and clips of their contents left out, whatever else these hold."""
     contents = (message.get("content") for message in messages)
@@ -293,9 +301,8 @@ def _part(part: Any, role: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     text = part.get("text", part.get("value")) if kind == "text" else None  # LLaMA-Factory's v1 has it as value
     if not isinstance(text, str):
-        raise ValueError(
-            f"the {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on"
-        )
+        found = "text whose 'text' is none" if kind == "text" else f"type {kind!r:.100}: only text parts can be read"
+        raise ValueError(f"the {role!r:.100} message has a part of {found}")
     return text
 
 

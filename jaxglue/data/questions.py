@@ -181,7 +181,7 @@ def _option(question: Question, value: Any) -> int:
         return names.index(str(value))
     elif question.type == SCORE and not isinstance(value, bool):
         number = int(value) if isinstance(value, str) and value.isdecimal() else value
-        if isinstance(number, int | float) and number == int(number) and 0 <= number < len(names):
+        if isinstance(number, int | float) and number in range(len(names)):
             return int(number)
     raise ValueError(f"gold {value!r:.80} is none of its options: {listed(names)}")
 

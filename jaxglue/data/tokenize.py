@@ -43,7 +43,7 @@ from jaxglue.data.store import Encoded, TokenStore
 from jaxglue.data.store_files import content_key, open_or_write, write_store
 from jaxglue.files.regular_file import file_digest
 
-_VERSION = 12
+_VERSION = 13
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
 RowEncoder = Encoder | UnitEncoder

@@ -71,9 +71,12 @@ def _render_opened(
 ) -> str:
     """Return a conversation up to the end of its last message's text, without what the template puts behind it."""
     *earlier, last = messages
-    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+    is_text = isinstance(last["content"], str)
+    *parts, end = [{"text": last["content"]}] if is_text else last["content"]
+    if last["role"] != "assistant" or last.get("tool_calls") or not end.get("text"):
         raise ValueError("only an assistant's text can be continued: end the messages with one")
-    text = template.render([*earlier, last | {"content": last["content"] + _CUT}], tools, variables)
+    end = end | {"text": end["text"] + _CUT}
+    text = template.render([*earlier, last | {"content": end["text"] if is_text else [*parts, end]}], tools, variables)
     before, mark, _ = text.rpartition(_CUT)
     if not mark:
         raise ValueError("the chat template leaves out the end of the last message, which cannot be continued")

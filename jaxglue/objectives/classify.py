@@ -7,14 +7,13 @@ from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.config import AnswerTask, Columns, LabelTask
+from jaxglue.data.formats import LABELS
 from jaxglue.objectives.config import ClassifySettings
 from jaxglue.objectives.objective import Objective, TargetValues
 from jaxglue.objectives.scores import SCORES_EXCLUDE
 
 LABEL = "label"
 """Column of a document's only label."""
-LABELS = "labels"
-"""Column with 1 or 0 for each label."""
 _MISSING = float("nan")
 
 

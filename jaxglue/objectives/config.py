@@ -116,6 +116,12 @@ class ClassifySettings(ObjectiveConfig):
     problem_type: Literal["single_label_classification", "multi_label_classification"] = "single_label_classification"
     """Each document has one label, or several: rows have `labels`, a list with 1 or 0 for each."""
 
+    def validate(self) -> None:
+        """Refuse one label for all documents, whose loss is 0."""
+        super().validate()
+        if self.num_labels == 1 and self.problem_type == "single_label_classification":
+            raise ValueError("--num-labels 1 leaves nothing to learn: count the labels from 0, so that yes or no are 2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(ObjectiveConfig):

@@ -101,9 +101,11 @@ def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
 
 
 def gives_reward(environment: Any) -> bool:
-    """Return whether it may judge its episodes, or turns of them."""
+    """Return whether it may judge its episodes, or turns of them: methods may give it a reward of turns."""
+    functions = [inspect.unwrap(each) for _, each in inspect.getmembers(type(environment), inspect.isfunction)]
+    names = {name for each in functions if (code := getattr(each, "__code__", None)) for name in code.co_names}
     judges = inspect.isfunction(getattr(type(environment), "get_reward", None))
-    return judges or hasattr(environment, "turn_reward") or callable(environment)
+    return judges or hasattr(environment, "turn_reward") or "turn_reward" in names or callable(environment)
 
 
 class Holder:
@@ -196,6 +198,7 @@ class Holder:
         if not saves_state(self._environment):
             return {"state": None}
         state = self._awaited(self._environment.state())
+        _require_texts_as_keys(state)
         return {"state": {"own": state, "random": _random_state(), "columns": self._columns}}
 
     def _do_restore(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +287,14 @@ def _require_short(content: str | list[Any], name: str) -> None:
         raise EpisodeError(f"{name} has {length} characters, and at most {LONGEST_RESULT} are read")
     if isinstance(content, str):
         content.encode()  # half a character of UTF-16 is none
+
+
+def _require_texts_as_keys(state: Any) -> None:
+    """Raise TypeError for a key that JSON would make a text of, which `restore` would not find."""
+    for part in state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ():
+        _require_texts_as_keys(part)
+    if isinstance(state, dict) and (others := [key for key in state if not isinstance(key, str)]):
+        raise TypeError(f"state: JSON makes a text of the key {others[0]!r:.80}: use texts, or a list of pairs")
 
 
 def seed(text: str) -> None:

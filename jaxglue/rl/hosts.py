@@ -107,6 +107,11 @@ class ObjectHost:
                 return Reply([])
             reply = self._connection.ask("call", calls=[call["function"] for call in calls])
             results = _reply([{"role": "tool", "content": content} for content in reply["results"]])
+            if reply["turn_reward"] is not None and not self._kind.judges:
+                raise ValueError(
+                    f"{self.name} gives turn_reward, which it did not have when it was made: give the class "
+                    "turn_reward = None, so that metrics name its reward"
+                )
             counts = {"calls": len(calls), "failures": reply["failures"]}
             return results._replace(ends=reply["over"], turn_reward=finite(reply["turn_reward"]), **counts)
         if not self._kind.replies:

@@ -180,7 +180,11 @@ def plain(value: Any) -> Any:
     if is_picture(value):
         value.save(stored := io.BytesIO(), "PNG")
         value = stored.getvalue()
-    return f"data:image/png;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else float(value)
+    if isinstance(value, bytes):
+        return f"data:image/png;base64,{base64.b64encode(value).decode()}"
+    if axes := getattr(value, "ndim", None):
+        raise TypeError(f"an array of {axes} axes is no JSON: call its tolist()")
+    return float(value) if axes is None else value.item()
 
 
 def is_picture(value: Any) -> bool:

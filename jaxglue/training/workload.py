@@ -54,6 +54,9 @@ def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
             f"--bidirectional: layers of {model.recurrent} in {config.model.model} follow tokens in one direction: "
             "leave it out"
         )
+    wide = [dims for dims in getattr(config.objective, "matryoshka_dims", ()) if dims > model.hidden_size]
+    if wide:
+        raise ValueError(f"--matryoshka-dims {wide[0]}: embeddings have {model.hidden_size} dimensions: give fewer")
     if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model or classifier, which --objective {config.objective.objective} "

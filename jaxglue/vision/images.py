@@ -1,7 +1,6 @@
 """Images and clips of strangers: where rows hold them, their bytes, and pixels, with bounds before decoding."""
 
 import base64
-import binascii
 import hashlib
 import io
 import zipfile
@@ -138,7 +137,7 @@ def _decoded(text: str, a: str) -> bytes:
         raise ValueError(f"{a} of {len(text):,} characters of base64: at most {MAX_BYTES * 4 // 3:,} are read")
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of other than ASCII characters
         raise ValueError(f"{a} in base64 that cannot be decoded: {error}") from error
 
 

@@ -49,7 +49,7 @@ def test_text_parts_are_joined(trained):
     [
         ([{"type": "image_url", "image_url": "a"}], "the 'user' message has a part of type 'image_url': only text"),
         ([3], "part of type 'int'"),
-        ([{"type": "text", "text": 3}], "part of type 'text'"),
+        ([{"type": "text", "text": 3}], "a part of text whose 'text' is none"),
         (3, "the content of the 'user' message must be a string or a list of text parts, got int"),
         ({"a": 1}, "a list of text parts, got dict; write objects as JSON strings"),
         (True, "got bool"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxglue.data.config import AnswerTask, DataConfig
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, DataConfig, LabelTask
 from jaxglue.data.files import Row
 from jaxglue.data.formats import detect_preference, read_answers, unused_columns
 from jaxglue.data.iterator import EvalBatches
@@ -32,10 +32,10 @@ SHAPES = {
 
 @pytest.fixture
 def prepare(tmp_path, make_tokenizer, write_jsonl):
-    def run(rows, task=PAIRS, seq_len=128, **options):
+    def run(rows, task=PAIRS, seq_len=128, columns=NO_COLUMNS, **options):
         config = DataConfig(data=(write_jsonl(rows),), seq_len=seq_len, cache_dir=str(tmp_path / "cache"), **options)
         tokenizer = make_tokenizer()
-        return prepare_data(config, tokenizer, task=task), tokenizer
+        return prepare_data(config, tokenizer, task=task, columns=columns), tokenizer
 
     return run
 
@@ -68,6 +68,15 @@ def test_an_overlong_pair_loses_the_end_of_the_longer_answer(prepare):
     assert cut.train.sizes.tolist() == [[whole.train.sizes[0, 0], 10]] and cut.report.truncated == 1
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_pair_whose_answers_are_cut_to_equal_ones_is_left_out(prepare, scored):
+    same = {"prompt": [USER], "chosen": [said("It is 3. " * 40 + "a")], "rejected": [said("It is 3. " * 40 + "b")]}
+    task = PAIRS._replace(scored=scored)
+    whole, _ = prepare([PAIR, same], task, seq_len=1024)
+    cut, _ = prepare([PAIR, same], task)
+    assert [(len(each.train), each.report.dropped) for each in (whole, cut)] == [(2, 0), (1, 1)]
+
+
 def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     rows = [
         {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", "false"))
@@ -79,6 +88,16 @@ def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     alike, _ = prepare([row | {"label": 0} for row in rows], AnswerTask(labeled=True))
     assert "all answers have the label false" in " ".join(alike.report.notes)
     assert prepared.train.sizes[0].tolist() == prepared.train.sizes[1, ::-1].tolist()
+
+
+def test_rows_that_are_not_trained_on_are_counted(prepare):
+    rows = [{"prompt": [USER], "completion": [said(text)], "label": text == "3"} for text in "1234"]
+    rows[2]["weight"] = 0
+    prepared, _ = prepare(rows, AnswerTask(labeled=True))
+    assert (len(prepared.train), prepared.report.dropped) == (3, 1)
+    rows = [{"text": text, "label": int(text == "3"), "weight": int(text != "2")} for text in "1234"]
+    prepared, _ = prepare(rows, LabelTask(values=2), columns={"label": np.nan})
+    assert prepared.train.documents.tolist() == [0, 2, 3] and prepared.report.dropped == 1
 
 
 @pytest.mark.parametrize(

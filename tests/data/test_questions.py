@@ -1,5 +1,6 @@
 """Rows of decisions: forms of gold, prompts and labels; bad rows are named."""
 
+import math
 import pickle
 
 import pytest
@@ -50,6 +51,10 @@ def row(**changes):
             "gold 'green' is none of its options: 'red', 'blue'",
         ),
         ({"gold": {"colour": "red"}}, "'gold' answers 'colour', which is no question of the row"),
+        *(
+            ({"questions": {"a": SCORE}, "gold": {"a": value}}, f"gold {value} is none")
+            for value in (math.inf, math.nan)
+        ),
         ({"gold": {"color": {"probabilities": {"red": 0.5, "blue": 0.4}}}}, "gold probabilities have the sum 0.9"),
         ({"gold": {"color": {"probabilities": {"red": 1.5, "blue": -0.5}}}}, "1.5 is no probability"),
         (

@@ -32,7 +32,7 @@ def make_batches(objective: ObjectiveConfig, after=(), **changes) -> EvalBatches
     columns |= {f"labels.{i}": several[:, i].astype(np.float32) for i in range(3)}
     store = TokenStore(
         tokens=np.concatenate(documents).astype(np.int32),
-        mask=np.zeros(sum(map(len, documents)), np.uint8),
+        mask=np.ones(sum(map(len, documents)), np.uint8),
         offsets=np.cumsum([0, *map(len, documents)]),
         columns=columns | changes,
         info={"digest": "", "max_token": 23},
@@ -91,3 +91,9 @@ def test_labels_that_are_none_are_refused(monkeypatch, column, value, message):
     settings = ObjectiveConfig(objective="classify", num_labels=3, problem_type=problem)
     with pytest.raises(ValueError, match=rf"x:5: {message}"):
         make_batches(settings, **{column: np.array([0, 0, 0, 0, value], np.float32)})
+
+
+def test_one_label_for_all_documents_is_refused():
+    with pytest.raises(ValueError, match=r"--num-labels 1 leaves nothing to learn"):
+        ObjectiveConfig(objective="classify", num_labels=1).validate()
+    ObjectiveConfig(objective="classify", num_labels=1, problem_type=PROBLEMS[1]).validate()

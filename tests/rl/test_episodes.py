@@ -121,6 +121,45 @@ class Saving(Counter):
         self.count = state
 
 
+class Stored(Saving):
+    """Has a state of numpy's number and whatever its row says."""
+
+    def reset(self, key="", **row):
+        import numpy
+
+        self.count, self.other = numpy.int64(1), {key: 0}
+
+    def state(self):
+        return {"count": self.count, "other": [self.other]}
+
+    def restore(self, state):
+        self.count, (self.other,) = state["count"], state["other"]
+
+
+def pay(game):
+    game.turn_reward = 0.5
+
+
+class Payer:
+    def reset(self, **row):
+        pass
+
+    def earn(self) -> str:
+        """Earn."""
+        self.turn_reward = 0.25
+        return "paid"
+
+
+class Debtor:
+    def reset(self, **row):
+        pass
+
+    def earn(self) -> str:
+        """Earn."""
+        pay(self)
+        return "paid"
+
+
 class Talker:
     turn_reward = None
 
@@ -664,6 +703,26 @@ def test_episodes_go_on_from_a_journal(play, games, tmp_path, caplog, counts):
         assert ("go on from their turn" in caplog.text) == (count > 1)
     with EpisodeFile(path, {"seed": 2}) as journal:
         assert journal.load("0.0") is None
+
+
+def test_numbers_of_a_state_keep_their_types_and_keys_are_texts(play, games, tmp_path):
+    said = [[call("add", number=1), call("add", number=1), "x"]]
+    path = tmp_path / "episodes.jsonl"
+    with EpisodeFile(path, {}) as journal:
+        play(f"{games}:Stored", said, journal=journal)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    with EpisodeFile(path, {}) as journal:
+        ((again,), _) = play(f"{games}:Stored", said, journal=journal)
+    assert results(again) == ["2", "3"]
+    with EpisodeFile(tmp_path / "other.jsonl", {}) as journal, pytest.raises(ValueError, match="a text of the key 1"):
+        play(f"{games}:Stored", said, {"key": 1}, journal=journal)
+
+
+def test_rewards_of_turns_that_a_method_gives_first_are_counted_or_refused(play, games):
+    ((sample,), judge) = play(f"{games}:Payer", [[call("earn"), "x"]])
+    assert judge.names == ["Payer"] and sample.episode.rewards == {"Payer": 0.25}
+    with pytest.raises(ValueError, match=r"give the class turn_reward = None"):
+        play(f"{games}:Debtor", [[call("earn"), "x"]], {"answer": "x"}, reward=("exact",))
 
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

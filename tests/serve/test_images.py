@@ -23,6 +23,9 @@ from jaxglue.settings.recipe import SHIPPED
 pytestmark = thorough("serve/test_messages.py")
 
 
+FEW = {"model": "tiny", "max_tokens": 4}
+
+
 def png(color, size=(64, 64)):
     """Return a plain image's bytes as base64."""
     Image.new("RGB", size, color).save(data := io.BytesIO(), "PNG")
@@ -100,6 +103,32 @@ def test_results_of_tools_show_images_in_either_protocol(client, served, monkeyp
     chat = client.post("/v1/chat/completions", json=body | {"messages": turns}).json()
     assert anthropic["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"] > 16
     assert anthropic["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
+def test_an_assistants_text_behind_an_image_is_continued_and_an_image_is_not(client):
+    asked = {"role": "user", "content": [part(png("red"))]}
+
+    def go_on(*parts):
+        turns = [asked, {"role": "assistant", "content": [*parts]}]
+        return client.post("/v1/chat/completions", json={"messages": turns, "continue_final_message": True} | FEW)
+
+    said = {"type": "text", "text": "It is"}
+    counts = [go_on(*parts).json()["usage"]["prompt_tokens"] for parts in ([said], [part(png("blue")), said])]
+    assert counts[0] < counts[1]
+    reply = go_on(said, part(png("blue")))
+    assert reply.status_code == 400 and "only an assistant's text" in reply.text
+
+
+def test_a_developers_image_joins_the_systems_message(client):
+    def ask(*messages):
+        last = {"role": "user", "content": "What is this?"}
+        reply = client.post("/v1/chat/completions", json={"messages": [*messages, last]} | FEW)
+        return reply.json()["usage"]["prompt_tokens"], reply.json()["choices"][0]["message"]["content"]
+
+    shown = [part(png("red")), {"type": "text", "text": "The page."}]
+    whole = [{"type": "text", "text": "Look.\n\n"}, *shown]
+    apart = ask({"role": "system", "content": "Look."}, {"role": "developer", "content": shown})
+    assert apart == ask({"role": "system", "content": whole})
 
 
 def test_frames_of_a_video_are_read_in_pairs(client):

@@ -159,6 +159,7 @@ def test_tokens_are_counted_beyond_the_context_too(server, quickstart):
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ({"temperature": "hot"}, 400, "temperature must be a number"),
         ({"thinking": 5}, 400, "thinking must be an object"),
+        ({"output_config": {"format": "json"}}, 400, "format must be an object"),
     ],
 )
 def test_refusals_have_anthropics_form(server, body, status, message):

@@ -40,6 +40,7 @@ from jaxglue.settings.recipe import SHIPPED
 from jaxglue.vision import records
 
 TEMPERATURES = {"noul": 2.0, "choice": 0.5, "score": 1.0}
+DESCRIBED = {"type": "score", "levels": [{"label": "a", "description": {"b": 1}}, {"label": "c"}]}
 QUESTIONS = {
     "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now", "false": None}},
     "color": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "sky", "green": None}},
@@ -153,6 +154,8 @@ def test_openai_decisions_answer_in_order_with_values_of_their_types(client):
             {"input": "x", "questions": [{"type": "noul"}]},
             r"questions\[0\]: type must be one of",
         ),
+        ("decisions", {"input": "x", "questions": [{"type": ["choice"]}]}, r"questions\[0\]: type must be one of"),
+        ("decisions", {"input": "x", "questions": [DESCRIBED]}, r"questions\[0\].levels: descriptions must be texts"),
         ("decisions", {"input": "x", "questions": []}, "questions must be a list of 1 to 400"),
         ("embeddings", {"input": [""]}, "not empty"),
         ("embeddings", {"input": "x", "dimensions": 10_000}, "dimensions"),

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pytest
 
 from jaxglue import export, score, train
+from jaxglue.data.formats import read_numbers
 from jaxglue.hf.adapter import load_adapter
 
 
@@ -25,3 +27,12 @@ def test_a_classifier_is_trained_scored_and_merged(with_weights, write_jsonl, tm
     assert described["architectures"] == ["Qwen3ForSequenceClassification"] and len(described["id2label"]) == 2
     again = [scores for _, scores in score(model=merged, data=data)]
     np.testing.assert_allclose(again, found, atol=1e-3)
+
+
+def test_lists_of_labels_have_a_value_for_each_label(with_weights, write_jsonl):
+    several = {f"labels.{place}": np.nan for place in range(3)}
+    np.testing.assert_equal(read_numbers({"labels": "[1, 0, null]"}, several), [1, 0, np.nan])
+    data = write_jsonl([{"text": "a", "labels": [1, 0]}, {"text": "b", "labels": [1, 0, 1]}])
+    settings = {"objective": "classify", "problem_type": "multi_label_classification", "num_labels": 2}
+    with pytest.raises(ValueError, match=r"jsonl:2: 'labels' has 3 values, expected 2, one for each of --num-labels"):
+        train(with_weights(**settings, data=(data,)))

@@ -157,6 +157,12 @@ def test_numbers_of_tables_are_those_of_json(make_config, write_jsonl, tmp_path,
     assert ours.info["digest"] == table.info["digest"]
 
 
+def test_dimensions_that_embeddings_do_not_have_are_refused(with_weights, write_jsonl):
+    data = (write_jsonl([{"query": "a", "positive": "b"}]),)
+    with pytest.raises(ValueError, match=r"--matryoshka-dims 64: embeddings have 32 dimensions"):
+        train(with_weights(objective="embed", data=data, matryoshka_dims=(16, 64)))
+
+
 @pytest.mark.parametrize(
     ("objective", "messages", "named"),
     [

@@ -200,6 +200,7 @@ def test_images_are_found_in_every_form(tmp_path):
         ({"nothing": 1}, "needs one of"),
         (3, "must be a path"),
         ("data:image/png;base64,!!", "cannot be decoded"),
+        ("data:image/png;base64,é", "an image in base64 that cannot be decoded"),
     ]:
         with pytest.raises(ValueError, match=message):
             image_source(form, tmp_path)

@@ -119,7 +119,7 @@ def _system_one_answer(question: Question, p: np.ndarray) -> dict[str, Any]:
 def _openai_question(index: int, value: Any) -> tuple[str | None, Question, list[Any]]:
     """Return a question's name, the question, and the values that its options stand for."""
     where = f"questions[{index}]"
-    if not isinstance(value, dict) or value.get("type") not in _TYPES:
+    if not isinstance(value, dict) or value.get("type") not in [*_TYPES]:
         raise BadRequestError(f"{where}: type must be one of {', '.join(_TYPES)}", parameter=where)
     if unknown := sorted(value.keys() - {"type", "name", "instructions", "choices", "levels"}):
         raise BadRequestError(f"{where}: unknown parameter {unknown[0]!r}", parameter=f"{where}.{unknown[0]}")
@@ -139,6 +139,8 @@ def _openai_question(index: int, value: Any) -> tuple[str | None, Question, list
         if len(distinct) < len(values):
             raise BadRequestError(f"{where}.{field}: values must be texts or booleans, and distinct", parameter=where)
         described = [each.get("description") for each in listed]
+        if not all(isinstance(text, str | None) for text in described):
+            raise BadRequestError(f"{where}.{field}: descriptions must be texts", parameter=f"{where}.{field}")
         criteria = _criteria(kind, values, described)
     try:
         return name, make_question(kind, instructions or "", criteria), values

@@ -87,7 +87,7 @@ def _chat_body(host: Host, body: dict[str, Any]) -> dict[str, Any]:
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     chat |= _tools(body)
-    form = _object(body, "output_config").get("format") or _object(body, "output_format")
+    form = _object(_object(body, "output_config"), "format") or _object(body, "output_format")
     if form:
         chat["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
     template = str(host.models.find(body.get("model")).voice.tokenizer.chat_template)
