@@ -103,9 +103,9 @@ class Episodes:
         self._released.clear()
         return turns
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = 60.0) -> None:
         with self._news:
-            self._news.wait_for(lambda: self._ready or not self.left, 60)
+            self._news.wait_for(lambda: self._ready or not self.left, seconds)
 
     @property
     def is_over(self) -> bool:

@@ -7,9 +7,10 @@
 Both servers hold random weights of the same shape in bf16, one after the other on one GPU. The client sends the same
 requests to each, in the same order: random prompts of tokens, answers of lengths drawn once, sampled at temperature 1
 from the whole vocabulary, so that (by random weights) nearly none ends early; counted are the tokens that the server
-says it made. A round of half of the requests, every other one streamed, comes first and does not count: programs
-compile in it. Then a round of whole answers, and one of half of the requests, streamed, for the time to the first
-token.
+says it made. Rounds of half of the requests, every other one streamed, come first and do not count: programs compile in
+them, until a round is hardly faster than those before. Then a round of whole answers, and one of half of the requests,
+streamed, for the time to the first token. Each round has prompts of its own, which no server knows from one before.
+"steady s" are the seconds from a server's start until the rounds that count.
 """
 
 import argparse
@@ -24,7 +25,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +43,8 @@ from shapes import SHAPES
 NAME = "model"
 END = 0
 """Token that ends an answer."""
+ROUNDS, FASTER = 8, 0.03
+"""Rounds before those that count, at most, and the part of its time by which one is faster where another follows."""
 
 
 class Answer(NamedTuple):
@@ -62,10 +66,13 @@ def make_model(folder: Path, config: dict) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0", pad_token="t0").save_pretrained(folder)
 
 
-def make_requests(count: int, vocabulary: int, prompt: tuple[int, int], answer: tuple[int, int]) -> list[dict]:
-    """Draw the requests of a round; the same for the same arguments."""
+def make_requests(
+    count: int, vocabulary: int, prompt: tuple[int, int], answer: tuple[int, int], seed: int
+) -> list[dict]:
+    """Draw the requests of a round; the same for the same arguments, and of the same lengths for any seed."""
     rng = np.random.default_rng(0)
     prompts, answers = (rng.integers(*sizes, size=count, endpoint=True).tolist() for sizes in (prompt, answer))
+    rng = np.random.default_rng(seed)
     shared = {"model": NAME, "temperature": 1.0, "top_p": 1.0}
     return [
         {"prompt": rng.integers(END + 1, vocabulary, size).tolist(), "max_tokens": most, **shared}
@@ -115,12 +122,31 @@ async def ask_all(port: int, requests: list[dict], streams: int, *, stream: bool
     return answers, time.perf_counter() - begun
 
 
-async def warm_up(port: int, requests: list[dict], streams: int) -> None:
-    """Send all requests, so many at a time, every other one streamed: what is measured afterwards has run before."""
-    await asyncio.gather(
+async def ask_both(port: int, requests: list[dict], streams: int) -> float:
+    """Send all requests, so many at a time, every other one streamed; return the seconds of all."""
+    parts = await asyncio.gather(
         ask_all(port, requests[::2], -(-streams // 2), stream=False),
         ask_all(port, requests[1::2], streams // 2, stream=True),
     )
+    return max(seconds for _, seconds in parts)
+
+
+def warm_up(send: Callable[[int], float], limit: float) -> int:
+    """Send rounds until one is hardly faster than the best one before: what is measured afterwards has run before.
+
+    Args:
+        send: sends the round of a number, from 1; returns its seconds.
+        limit: seconds of all rounds after which none begins.
+
+    Returns:
+        The rounds that were sent.
+    """
+    rounds = list[float]()
+    while len(rounds) < ROUNDS and sum(rounds) < limit:
+        rounds.append(send(len(rounds) + 1))
+        if len(rounds) > 1 and rounds[-1] > (1 - FASTER) * min(rounds[:-1]):
+            break
+    return len(rounds)
 
 
 def command_of(server: str, model: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -148,7 +174,7 @@ def command_of(server: str, model: Path, port: int, args: argparse.Namespace) ->
 
 @contextlib.contextmanager
 def serving(command: list[str], environment: dict[str, str], port: int, log: Path, limit: float) -> Iterator[float]:
-    """Start a server; yield the seconds until it answered, and end it afterwards.
+    """Start a server; yield the time when it was started, once it answers, and end it afterwards.
 
     Raises:
         RuntimeError: another server has the port; or this one ended, or did not answer within `limit` seconds, with the
@@ -166,7 +192,7 @@ def serving(command: list[str], environment: dict[str, str], port: int, log: Pat
                 if process.poll() is not None or time.perf_counter() - begun > limit:
                     raise RuntimeError(f"{command[2]} does not answer: {log.read_text(errors='replace')[-2000:]}")
                 time.sleep(0.2)
-            yield time.perf_counter() - begun
+            yield begun
         finally:
             process.terminate()  # vLLM ends its engine's process by this
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,20 +213,28 @@ def measure(server: str, model: Path, args: argparse.Namespace, log: Path) -> It
     """Yield a row for each number of requests at a time."""
     host = HostMemory()
     command, environment = command_of(server, model, args.port, args)
-    with serving(command, environment, args.port, log, args.limit) as start:
+    with serving(command, environment, args.port, log, args.limit) as begun:
+        start = time.perf_counter() - begun
         for streams in args.streams:
-            sizes = SHAPES[args.shape]["vocab_size"], tuple(args.prompt), (args.longest // 4, args.longest)
-            requests = make_requests(streams * args.requests, *sizes)
-            half = requests[: len(requests) // 2]
-            asyncio.run(warm_up(args.port, half, streams))
-            whole, seconds = asyncio.run(ask_all(args.port, requests, streams, stream=False))
-            streamed, _ = asyncio.run(ask_all(args.port, half, streams, stream=True))
-            made = sum(answer.tokens for answer in whole)
-            row = {"server": server, "at a time": streams, "requests": len(requests), "answers' tokens": made}
-            row |= {"tokens/s": round(made / seconds, 1), "seconds": round(seconds, 2)}
-            row |= _quantiles("answer s", [answer.seconds for answer in whole])
-            row |= _quantiles("first token s", [answer.first for answer in streamed])
+            row = {"server": server, "at a time": streams} | send_rounds(streams, args, begun)
             yield row | {"start s": round(start, 1), "host GiB": host.added(), "GPU GiB": gpu_memory()}
+
+
+def send_rounds(streams: int, args: argparse.Namespace, begun: float) -> dict:
+    """Send rounds of so many requests at a time to a server that was started at a time; return what was measured."""
+    sizes = SHAPES[args.shape]["vocab_size"], tuple(args.prompt), (args.longest // 4, args.longest)
+    draw = partial(make_requests, streams * args.requests // 2, *sizes)
+    rounds = warm_up(lambda seed: asyncio.run(ask_both(args.port, draw(seed), streams)), args.warm_up)
+    steady = time.perf_counter() - begun
+    requests = make_requests(streams * args.requests, *sizes, 0)
+    whole, seconds = asyncio.run(ask_all(args.port, requests, streams, stream=False))
+    streamed, _ = asyncio.run(ask_all(args.port, draw(ROUNDS + 1), streams, stream=True))
+    made = sum(answer.tokens for answer in whole)
+    row = {"requests": len(requests), "answers' tokens": made}
+    row |= {"tokens/s": round(made / seconds, 1), "seconds": round(seconds, 2)}
+    row |= _quantiles("answer s", [answer.seconds for answer in whole])
+    row |= _quantiles("first token s", [answer.first for answer in streamed])
+    return row | {"warm-up rounds": rounds, "steady s": round(steady, 1)}
 
 
 def told(server: str, model: Path, args: argparse.Namespace, log: Path) -> Iterator[dict]:
@@ -249,6 +283,7 @@ def main() -> None:
     parser.add_argument("--ours-flags", default="", help="further flags of jaxglue serve, likewise")
     parser.add_argument("--port", type=int, default=8766)
     parser.add_argument("--limit", type=float, default=300, help="seconds until a server must answer")
+    parser.add_argument("--warm-up", type=float, default=120, help="seconds after which no round before others begins")
     parser.add_argument("--logs", type=Path, help="folder for what servers print")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

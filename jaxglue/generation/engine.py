@@ -1,7 +1,8 @@
 """The engine of generation: many answers decoded together, in windows of steps that the device runs without the host.
 
 While a window runs, the host receives the results of the one before, refills the slots that became free, and dispatches
-the next. So an sequence that ends at a token is noticed one window late, and one that ends at its limit at once.
+the next: at once, or, where answers may come meanwhile, as late as the device lets it (`DecodeBatch.spare`). So a
+sequence that ends at a token is noticed one window late, and one that ends at its limit at once.
 """
 
 import atexit
@@ -69,6 +70,9 @@ _TOP = 20
 """Windows that report more likely tokens than their kind does, report a multiple of this, so that few are compiled."""
 _HOST_SHARE = 0.5
 """Share of the host's free memory for pages of held answers."""
+_LEADS, _SPREAD = 16, 0.1
+"""Latest dispatches of which the longest but one is allowed for, and the part of a window's time by which it may be
+shorter than others."""
 _REUSED = 0.7
 """Share of the memory, and of an earlier plan, up to and from which that plan serves again."""
 
@@ -488,6 +492,10 @@ class DecodeBatch:
         """Drafts of the last window's steps."""
         self._received: float | None = None
         """When the window under way began: those before it, and its prompts, had passed; None if unknown."""
+        self._due: float | None = None
+        """When it was time for the next dispatch, or will be; None where nobody asked."""
+        self._leads = deque[float](maxlen=_LEADS)
+        """Seconds from then until the device had work, of the latest dispatches."""
         self._latest: WindowSizes | None = None
         """Programs of the windows that decode now."""
         _OPEN.add(self)
@@ -559,6 +567,34 @@ class DecodeBatch:
         if self._under_way and (not work or len(self._under_way) > 1):
             yield from self._receive(self._under_way.popleft())
 
+    def spare(self) -> float:
+        """Return for how many seconds to wait before asking again: 0 once `advance` is due, or where that is unknown.
+
+        It is due shortly before the window under way ends: answers that are added by then are in the next one, and the
+        device does not wait. The prompts in front of the one under way are waited for.
+        """
+        if not self._under_way:
+            return 0.0
+        window = self._under_way[0]
+        if window.passed is not None:
+            self._received = _passing(window.passed)
+            self._under_way[0] = window._replace(passed=None)
+        seconds, now = window.sizes.times.own(window.sizes, window.size), monotonic()
+        if self._received is not None and seconds is not None and len(self._leads) > 1 and not _is_there(window):
+            lead = sorted(self._leads)[-2]  # one may have compiled
+            wait = self._received + (1 - _SPREAD) * seconds - lead - now
+            if wait > 0:
+                self._due = now + wait
+                return min(wait, _SPREAD * seconds)  # it may take less time than others did
+        self._due = now if self._due is None else min(self._due, now)
+        return 0.0
+
+    def _note_lead(self) -> None:
+        """Note that the device has work of the next window, if it was time for it."""
+        if self._due is not None and (lead := monotonic() - self._due) > 0:
+            self._leads.append(lead)
+        self._due = None
+
     def widest(self, count: int) -> int:
         """Return to how many answers a window is best filled up, as `WindowSizes.widest` does."""
         return self._plan.slots if self._latest is None else self._latest.widest(count)
@@ -578,11 +614,13 @@ class DecodeBatch:
             self._rows.wait_for(row)
             _, _, places, _ = row
             self._caches, last, passed = programs.prefill(trees, *row, self._caches)
+            self._note_lead()
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, places.slots, last)
         for suffixes in work.suffix_rows:
             tokens, positions, cursor, ends, slots = self._prompts.suffixes(suffixes)
             self._caches, last, passed = programs.extend(trees, tokens, positions, cursor, ends, self._caches)
+            self._note_lead()
             if last is not None:
                 self._slots = programs.with_prompts(self._slots, slots, last)
         if work.slot_copies:
@@ -600,8 +638,9 @@ class DecodeBatch:
             if whole:
                 sizes.put(run)
         if self._compiler:
-            self._compile_beside(sizes, features, drafts, arguments[-1])
+            self._compile_beside(sizes, features, drafts, arguments[-1], len(work.answers))
         self._slots, self._caches, sampled = run(*arguments)
+        self._note_lead()
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         self._latest = sizes
         return _Window(work, sampled, size, sizes, passed)
@@ -646,7 +685,7 @@ class DecodeBatch:
         if run is None and whole and drafts != self._pace.usual and not self._pace.waits and self._compiler:
             # Others' answers would wait for the compilation: until a thread has made it, drafts are the usual ones.
             window = self._table.window(work, self._plan.slots, features)
-            self._compile_beside(sizes, features, drafts, window)
+            self._compile_beside(sizes, features, drafts, window, count)
             drafts = self._pace.usual
             sizes = self._sizes_of(features, drafts)
             size, run = sizes.take(count, whole)
@@ -681,16 +720,19 @@ class DecodeBatch:
         if features.top == self._kind.features.top or self._compiler is None:
             return None
         sizes, drafts = self._sizes_of(features, self._pace.usual), self._pace.usual
-        self._compile_beside(sizes, features, drafts, self._table.window(SchedulerOutput(), self._plan.slots, features))
+        window = self._table.window(SchedulerOutput(), self._plan.slots, features)
+        self._compile_beside(sizes, features, drafts, window, 1)
         return sizes.first_under_way()
 
-    def _compile_beside(self, sizes: WindowSizes, features: Features, drafts: int, window: DecodeWindow) -> None:
-        """Let threads compile the programs of windows that are missing."""
+    def _compile_beside(
+        self, sizes: WindowSizes, features: Features, drafts: int, window: DecodeWindow, count: int
+    ) -> None:
+        """Let threads compile the programs of windows that are missing, those for so many answers first."""
         assert self._compiler is not None
         shapes = jax.tree.map(_shape, (self._trees, self._slots, self._caches, window))
         options = self._options(features, drafts)
         precision = jax.config.jax_default_matmul_precision
-        sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision))
+        sizes.compile(self._compiler, partial(_compile, self._programs, shapes, options, precision), count)
 
     @property
     def free_slots(self) -> int:
@@ -761,6 +803,10 @@ def _passing(array: Any) -> float | None:
         return None
     array.block_until_ready()
     return monotonic()
+
+
+def _is_there(window: _Window) -> bool:
+    return jax.tree.leaves(window.sampled)[-1].is_ready()
 
 
 def _pages_outside(plan: CachePlan) -> int:

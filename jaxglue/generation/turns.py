@@ -52,8 +52,8 @@ class TurnSource(Protocol):
     def take(self, turn: Turn, completion: Completion) -> None:
         """Take a turn's tokens."""
 
-    def wait(self) -> None:
-        """Wait until a turn is ready or all are over."""
+    def wait(self, seconds: float = 60.0) -> None:
+        """Wait until a turn is ready or all are over, so many seconds at most."""
 
     @property
     def is_over(self) -> bool:
@@ -98,6 +98,9 @@ def decode_turns(
                 turns[sequence] = turn
                 batch.add([sequence], stops)
             if batch.is_busy:
+                if batch.free_slots > 0 and not source.is_over and (seconds := batch.spare()):
+                    source.wait(seconds)
+                    continue
                 for sequence, _, finish in batch.advance():
                     if finish:
                         source.take(turns.pop(sequence), completion_of(sequence, finish))

@@ -125,13 +125,14 @@ class WindowSizes:
         """Add the largest program."""
         self._ready.setdefault(self._most, run)
 
-    def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any]) -> None:
-        """Let threads compile the sizes that are missing, once."""
+    def compile(self, compiler: ThreadPoolExecutor, compile_size: Callable[[int], Any], count: int = 1) -> None:
+        """Let threads compile the sizes that are missing, once: first the smallest ones for `count` answers."""
         if self._asked:
             return
         sizes = [self._most]
         if self._most in self._ready:
             sizes = [size for size in _fewer(self._slots) if size < self._most and size not in self._ready]
+        sizes.sort(key=lambda size: (size < count, abs(size - count)))
         self._under_way = [compiler.submit(copy_context().run, self._compile, compile_size, size) for size in sizes]
         self._asked = True
 

@@ -672,10 +672,10 @@ class EpisodeSource:
         episode.parts.append(Sample(tokens, completion.log_probs, completion.finish == "stop", text))
         self._episodes.submit(self._episodes.go_on, episode, self)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = 60.0) -> None:
         """See `TurnSource`."""
         with self._news:
-            self._news.wait_for(lambda: not self._ready.empty() or self._left == 0 or self._episodes.failure, 60)
+            self._news.wait_for(lambda: not self._ready.empty() or self._left == 0 or self._episodes.failure, seconds)
 
     @property
     def is_over(self) -> bool:

@@ -112,7 +112,7 @@ class Service:
         """Tickets with answers that have not ended, and their number by owner."""
         self._programs_to_come = deque[int]()
         """Lengths of prompts whose programs are not compiled yet."""
-        self._most_of_one = slots - slots // _SHARE
+        self._slots, self._most_of_one = slots, slots - slots // _SHARE
         self._news: queue.SimpleQueue[Ticket | _Job | None] = queue.SimpleQueue()
         plan, self.length = _plan(assistant, slots, length, memory)
         kind = ProgramKind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
@@ -220,16 +220,8 @@ class Service:
     def _serve(self) -> None:
         while True:
             try:
-                while not self._news.empty() or not (self._batch.is_busy or self._waiting):
-                    if self._news.empty() and self._programs_to_come and not self._open:
-                        self.submit(_warming(self._programs_to_come.popleft()), lambda _: None)
-                    news = self._news.get()
-                    if news is None:
-                        return
-                    if isinstance(news, _Job):
-                        _run(news)
-                    else:
-                        self._receive(news)
+                if not self._take_news():
+                    return
                 self._fill()
                 self._advance()
             except Exception as error:  # of the model or the device: nothing more can be answered
@@ -240,6 +232,38 @@ class Service:
                     if isinstance(news := self._news.get(), _Job):
                         news.result.set_exception(EndedError(self.failure))
                 raise
+
+    def _take_news(self) -> bool:
+        """Take news until it is time for the next window; return False at the service's end."""
+        while True:
+            patience = self._patience()
+            try:
+                news = self._news.get(timeout=patience)
+            except queue.Empty:
+                if patience == 0:
+                    return True
+                continue
+            if news is None:
+                return False
+            if isinstance(news, _Job):
+                _run(news)
+            else:
+                self._receive(news)
+
+    def _patience(self) -> float | None:
+        """Return for how many seconds news are waited for before the next window; None for any time."""
+        if self._batch.is_busy or self._waiting:
+            return self._batch.spare() if self._has_room else 0.0
+        if self._programs_to_come and not self._open and self._news.empty():
+            self.submit(_warming(self._programs_to_come.popleft()), lambda _: None)
+        return None
+
+    @property
+    def _has_room(self) -> bool:
+        """Return whether a request that comes now may begin with the next window, also in a slot of others."""
+        staying = [ticket.owner for ticket, answer in self._running.values() if not answer.ends_under_way]
+        waiting = sum(map(len, self._waiting.values()))
+        return len(staying) + waiting < self._slots or len(set(staying)) < len(staying)
 
     def _receive(self, ticket: Ticket) -> None:
         """Let a ticket's answers wait for their turns, once there are programs for them."""

@@ -98,8 +98,28 @@ def test_ours_beside_vllm_for_each_number_of_requests():
     assert serve_peers.ratios(rows) == [
         {"at a time": 64, "tokens/s, ours of vLLM's": "0.90", "first token, p50": "2.00"}
     ]
-    one, other = (serve_peers.make_requests(8, 100, (8, 16), (4, 8)) for _ in range(2))
+
+
+def test_rounds_of_requests_have_prompts_of_their_own_of_the_same_lengths():
+    import serve_peers
+
+    one, other, third = (serve_peers.make_requests(8, 100, (8, 16), (4, 8), seed) for seed in (0, 0, 1))
     assert one == other and {4 <= request["max_tokens"] <= 8 for request in one} == {True}
+    for first, second in zip(one, third, strict=True):
+        assert first["prompt"] != second["prompt"] and len(first["prompt"]) == len(second["prompt"])
+        assert first["max_tokens"] == second["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [([9.0, 5.0, 4.9], 3), ([9.0, 5.0, 6.0], 3), ([9.0, 9.5], 2), ([0.5**n for n in range(8)], 8), ([60.0, 50.0], 2)],
+)
+def test_servers_are_warmed_up_until_rounds_are_hardly_faster(seconds, rounds):
+    import serve_peers
+
+    sent = []
+    assert serve_peers.warm_up(lambda number: sent.append(number) or seconds[number - 1], limit=100) == rounds
+    assert sent == [*range(1, rounds + 1)]
 
 
 def test_a_size_of_batches_that_does_not_hold_all_pairs_has_no_speed(monkeypatch):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.engine import DecodeBatch, Engine
 from jaxglue.generation.pages import plan_cache
-from jaxglue.generation.scheduler import Request
+from jaxglue.generation.scheduler import Request, Scheduler
 from jaxglue.generation.turns import Turn, decode_turns
 from jaxglue.models.parameters import split_model
 
@@ -22,8 +22,8 @@ class Source:
 
     def __init__(self, prompts, *, delay):
         self._ready = deque(Turn(prompt, i, 0, 5, MOST, holds=True) for i, prompt in enumerate(prompts))
-        self._delay, self._late, self.left, self.texts = delay, deque(), len(prompts), {}
-        self._over = []
+        self._delay, self.late, self.left, self.texts = delay, deque(), len(prompts), {}
+        self._over, self.waited = [], []
 
     def ready(self):
         turns = [*self._ready]
@@ -40,20 +40,21 @@ class Source:
         if len(self.texts[turn.index]) == TURNS:
             self.left -= 1
             self._over.append(turn)
-            self._late.append(None)
+            self.late.append(None)
         else:
             further = [(turn.index * 7 + i) % 90 for i in range(3 + turn.index)]
             holds = len(self.texts[turn.index]) + 1 < TURNS
-            self._late.append(Turn(text + further, turn.index, 0, turn.seed + 1, MOST, after=turn, holds=holds))
-        if len(self._late) > self._delay or self.left <= self._delay:
+            self.late.append(Turn(text + further, turn.index, 0, turn.seed + 1, MOST, after=turn, holds=holds))
+        if len(self.late) > self._delay or self.left <= self._delay:
             self._next()
 
     def _next(self):
-        turn = self._late.popleft() if self._late else None
+        turn = self.late.popleft() if self.late else None
         if turn is not None:
             self._ready.append(turn)
 
-    def wait(self):
+    def wait(self, seconds=60.0):
+        self.waited.append(seconds)
         self._next()
 
     @property
@@ -102,3 +103,21 @@ def test_turns_are_as_answers_to_whole_prompts(engine, monkeypatch, begun):
             (alone,) = engine.generate(*trees, [Request(turn.prompt, own, turn.index)])
             assert completion.tokens.tolist() == alone.tokens.tolist()
             np.testing.assert_allclose(completion.log_probs, alone.log_probs, atol=2e-5)
+
+
+def test_turns_that_become_ready_during_a_window_are_waited_for(engine, monkeypatch):
+    engine, trees = engine
+    source = Source([[1, 2, 3], [4, 5], [6]], delay=2)
+    windows, next_window = [], Scheduler.next
+
+    def noted(self, *resting):
+        if work := next_window(self, *resting):
+            windows.append(len(work.answers))
+        return work
+
+    monkeypatch.setattr(Scheduler, "next", noted)
+    monkeypatch.setattr(DecodeBatch, "spare", lambda batch: 7.0 if batch._under_way and any(source.late) else 0.0)
+    plan = plan_cache([(3, 60)] * 3, engine.config, jnp.float32, batch_size=3, free=1e8)
+    decode_turns(engine, trees, source, plan, SamplingConfig(max_tokens=MOST), (), whole=False)
+    assert source.left == 0 and 7.0 in source.waited
+    assert windows[:3] == [3, 1, 2], windows

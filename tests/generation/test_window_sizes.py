@@ -18,6 +18,15 @@ def test_answers_that_are_left_run_in_windows_hardly_larger(slots, sizes):
         assert windows.take(count, True) == (size, "all" if size == slots else str(size))
 
 
+@pytest.mark.parametrize(("count", "order"), [(1, [32, 64, 128, 192]), (65, [128, 192, 64, 32])])
+def test_programs_for_as_many_answers_as_there_are_are_compiled_first(count, order):
+    windows, compiled = WindowSizes(256), []
+    windows.put("all")
+    windows.compile(ThreadPoolExecutor(1), compiled.append, count)
+    windows.wait()
+    assert compiled == order
+
+
 def test_windows_of_few_answers_are_compiled_for_as_many_as_came():
     windows = WindowSizes(512, grows=True)
     for count, size, sizes in ((100, 128, {64, 128}), (60, 64, {64, 128}), (130, 192, {64, 128, 192})):

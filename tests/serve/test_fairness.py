@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from selection import repeat, repeats_parts_of
@@ -217,3 +218,57 @@ def test_times_of_windows_that_none_precedes_are_known(service):
         asker.ask(number, Request([5], replace(SAMPLED, max_tokens=2)))
         asker.wait(1)
     assert service._batch._latest.seconds(1) is not None
+
+
+def spare_once(service, seconds):
+    """Let the first window that is under way leave so much time; return the events of that, and windows' answers."""
+    waits, windows = threading.Event(), list[int]()
+
+    def spare(batch=service._batch):
+        if batch._under_way and not waits.is_set():
+            waits.set()
+            return seconds
+        return 0.0
+
+    def next_window(resting, original=service._batch._scheduler.next):
+        if work := original(resting):
+            windows.append(len(work.answers))
+        return work
+
+    service._batch.spare, service._batch._scheduler.next = spare, next_window
+    return waits, windows
+
+
+def test_a_request_that_comes_during_a_window_is_in_the_next_one(service):
+    waits, windows = spare_once(service, 60.0)
+    asker = Asker(service)
+    asker.ask("first", long_request())
+    assert waits.wait(60)
+    asker.ask("second", long_request())
+    asker.wait(2)
+    assert windows[:2] == [1, 2]
+
+
+def test_a_service_that_waits_for_news_works_and_ends(assistant):
+    service = Service(assistant, slots=2, length=256, most=4)
+    waits, windows = spare_once(service, 600.0)
+    service._batch.spare, once = lambda: once() or 600.0 * bool(service._batch._under_way), service._batch.spare
+    Asker(service).ask("a client", long_request())
+    assert waits.wait(60)
+    assert service.call(lambda: len(windows)).result(60) == 1
+    service.close()
+    assert not service._thread.is_alive()
+
+
+def test_a_window_waits_for_no_request_that_would_find_no_slot(service):
+    def has_room(owners, ending=0, waiting=0):
+        answers = [SimpleNamespace(ends_under_way=number < ending) for number in range(len(owners))]
+        found = zip((SimpleNamespace(owner=owner) for owner in owners), answers, strict=True)
+        service._running, service._waiting = dict(enumerate(found)), {"others": [None] * waiting}
+        return service._has_room
+
+    assert has_room("abc") and not has_room("abcd")
+    assert has_room("abcd", ending=1), "its slot becomes free"
+    assert not has_room("abcd", ending=1, waiting=1), "which gets it"
+    assert has_room("abbc", waiting=3), "the one with two gives one up"
+    service._running, service._waiting = {}, {}
