@@ -220,7 +220,7 @@ def format_board(rows: list[dict]) -> str:
 
 def draw(compared: dict[str, tuple[dict, dict]]) -> None:
     """Draw tokens/s of both engines, a pair of bars for each row."""
-    figure, axes = plt.subplots(figsize=(5.6, 0.62 * len(compared) + 0.9))
+    figure, axes = plt.subplots(figsize=(7.2, 0.62 * len(compared) + 0.9))
     for position, (ours, theirs) in enumerate(compared.values()):
         for offset, result in ((-0.2, ours), (0.2, theirs)):
             label, color = ENGINES[result["engine"]]
