@@ -315,13 +315,13 @@ def read_numbers(row: Mapping[str, Any], columns: Columns) -> list[float]:
         ValueError: `labels` with more or fewer values than columns of them.
     """
     counts = Counter(column for name in columns if (column := name.rpartition(".")[0]))
-    lists = {column: values for column in counts if (values := _list_of(row, column)) is not None}
+    lists = {column: dict(enumerate(values)) for column in counts if (values := _list_of(row, column)) is not None}
     if LABELS in lists and (found := len(lists[LABELS])) != counts[LABELS]:
         raise ValueError(f"{LABELS!r} has {found} values, expected {counts[LABELS]}, one for each of --num-labels")
     numbers = []
     for name, absent in columns.items():
         column, _, place = name.rpartition(".")
-        value = dict(enumerate(lists[column])).get(int(place)) if column in lists else row.get(name)
+        value = lists[column].get(int(place)) if column in lists else row.get(name)
         numbers.append(absent if value in (None, "") else number_of(value))
     return numbers
 
