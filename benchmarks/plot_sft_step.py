@@ -8,6 +8,7 @@ Llama-3.1-8B joins leaderboard.json with its date and commit, which is drawn as 
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 
 import matplotlib
@@ -164,6 +165,7 @@ def format_losses(losses: list[dict]) -> str:
 def extend(board: dict, results: list[dict]) -> None:
     """Add ours of Llama-3.1-8B to the leaderboard unless it has that run."""
     told = "gpu", "date", "commit", "versions", "command", "host_memory_gib"
+    run = itemgetter("date", "commit", "setting")
     for result in results:
         if result["row"] not in ("llama-3.1-8b", "llama-3.1-8b, memory free") or result["engine"] != "ours":
             continue
@@ -171,7 +173,7 @@ def extend(board: dict, results: list[dict]) -> None:
         row = {"setting": "bf16, memory free" if limit is None else f"bf16 within {limit} GiB"}
         row |= {key: result[key] for key in ("gpu", "date", "commit", "ms", "tokens", "peak_gib")}
         row["file"] = RESULTS.name
-        if not any((row["date"], row["commit"]) == (other["date"], other["commit"]) for other in board["results"]):
+        if run(row) not in map(run, board["results"]):
             board["results"].append(row)
             board.update({key: result.get(key) for key in told})
 
