@@ -14,7 +14,7 @@ from jaxglue.generation.scheduler import Request
 from jaxglue.models.parameters import split_model
 
 SECONDS, HOST, PROMPTS = 1.0, 0.1, 5.0
-"""Of the device for a window, of the host to dispatch it, and of prompts."""
+"""Seconds that the device takes for a window, the host to dispatch it, and prompts in front of it."""
 
 
 class Clock:
