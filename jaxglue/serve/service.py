@@ -5,6 +5,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,7 +114,7 @@ class Service:
         self._programs_to_come = deque[int]()
         """Lengths of prompts whose programs are not compiled yet."""
         self._slots, self._most_of_one = slots, slots - slots // _SHARE
-        self._news: queue.SimpleQueue[Ticket | _Job | None] = queue.SimpleQueue()
+        self._news = queue.Queue[Ticket | _Job | None]()  # Python 3.12's SimpleQueue may miss the end of a short wait
         plan, self.length = _plan(assistant, slots, length, memory)
         kind = ProgramKind(_USUAL, STOPS, BIASES, assistant.ranks, _RARE._replace(grammars=is_installed()))
         weights = assistant.adapter, assistant.frozen
@@ -229,7 +230,7 @@ class Service:
                 for ticket in self._open.copy():
                     ticket.listen(Event(0, [], [], None, self.failure))
                 while not self._news.empty():
-                    if isinstance(news := self._news.get(), _Job):
+                    if isinstance(news := self._news.get(), _Job) and news.result.set_running_or_notify_cancel():
                         news.result.set_exception(EndedError(self.failure))
                 raise
 
@@ -255,7 +256,9 @@ class Service:
         if self._batch.is_busy or self._waiting:
             return self._batch.spare() if self._has_room else 0.0
         if self._programs_to_come and not self._open and self._news.empty():
-            self.submit(_warming(self._programs_to_come.popleft()), lambda _: None)
+            with suppress(FullError):  # clients have come since
+                self.submit(_warming(self._programs_to_come[0]), lambda _: None)
+                self._programs_to_come.popleft()
         return None
 
     @property
@@ -431,6 +434,8 @@ def _warming(length: int, *, rare: bool = False) -> Request:
 
 
 def _run(job: _Job) -> None:
+    if not job.result.set_running_or_notify_cancel():
+        return  # nobody waits for it
     try:
         job.result.set_result(job.run())
     except Exception as error:

@@ -203,10 +203,30 @@ def test_programs_of_longer_prompts_are_compiled_once_nobody_asks(assistant):
     service.close()
 
 
+def test_programs_are_compiled_later_where_clients_come_first(service):
+    submit, refusals = service.submit, [FullError()]
+
+    def refuse_once(*arguments):
+        if refusals:
+            raise refusals.pop()
+        return submit(*arguments)
+
+    service.submit = refuse_once
+    service._programs_to_come.append(5)
+    while service._programs_to_come:
+        service.call(lambda: None).result(60)
+    assert not refusals and service.call(lambda: None).result(60) is service.failure is None
+
+
 def test_work_of_others_has_the_thread_between_windows(service):
     assert service.call(lambda: threading.current_thread().name).result(60) == "service"
     with pytest.raises(ZeroDivisionError):
         service.call(lambda: 1 // 0).result(60)
+    gate = threading.Event()
+    service.call(lambda: gate.wait(60))
+    left = service.call(lambda: None)
+    assert left.cancel(), "by a client that has gone"
+    gate.set()
     asker = Asker(service)
     asker.ask("still answers", Request([5], replace(SAMPLED, max_tokens=2)))
     asker.wait(1)
@@ -272,3 +292,18 @@ def test_a_window_waits_for_no_request_that_would_find_no_slot(service):
     assert not has_room("abcd", ending=1, waiting=1), "which gets it"
     assert has_room("abbc", waiting=3), "the one with two gives one up"
     service._running, service._waiting = {}, {}
+
+
+def test_a_wait_that_is_over_before_the_thread_sleeps_ends(service):
+    left, asker = 40_000, Asker(service)
+
+    def spare():
+        nonlocal left
+        left -= 1
+        if left % 2:  # news that are there when the thread asks
+            service.call(lambda: None)
+        return 1e-7 if left > 0 else 0.0
+
+    service._batch.spare = spare
+    asker.ask("a client", Request([5], replace(SAMPLED, max_tokens=2)))
+    asker.wait(1)
