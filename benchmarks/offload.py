@@ -118,7 +118,7 @@ class Measurements:
 def row(group: str, name: str, options: dict, environment: dict[str, str]) -> dict:
     case = {"tokens": 16384, "method": "lora", "weights": "device", "executor": "layers", **SHAPES[group], **options}
     result = run_case(**case, trace=True, environment=environment)
-    numbers = {name: v if isinstance(v, str) else round(v, 3) for name, v in result.items()}
+    numbers = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
     return {"group": group, "how": name, **case, **numbers}
 
 
