@@ -163,7 +163,7 @@ def image_segments(lengths: list[int], slots: int) -> PackedSegments:
 
 def image_steps(arguments: tuple) -> dict[str, Any]:
     """Return compiled passes by kernels, those of heads in one part first."""
-    with patch.object(attention_tiles, "TOWER_HEADS", None):
+    with patch.object(attention_tiles, "MOST_PARTED", 0):
         whole = kernel_tiles((9, 0), TOWER.H)
         steps = {f"in one part, {all_tiles(whole)}": compiled(triton(whole), arguments)}
     others = (map(parse_tiles, texts) for texts in IMAGE_SETS)

@@ -260,7 +260,6 @@ UNTRIED: set[str] = {
     "pages looked up a tile before",
     "crowded rows in one order",
     "states asked for first",
-    "heads in two parts",
 }
 """Kernels and the like that no GPU has run, or timed, since they were last changed. Tests marked gpu run them; until
 these have passed, no other call does."""

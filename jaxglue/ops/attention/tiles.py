@@ -6,7 +6,6 @@ Measured on an H200; the other generations have sizes that fit their shared memo
 from dataclasses import dataclass
 from typing import Any
 
-from jaxglue.ops import backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
     return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv, dv=dv[0] if dv else None)
 
 
-TOWER_HEADS = 72
-"""Head dim in two parts that a GPU has run; others wait in `UNTRIED`."""
+MOST_PARTED = 128
+"""Columns of a tile, at most, in place of which heads have two parts: those of 72 (towers), 80 and 96 among them."""
 Table = dict[int, AttentionKernelTiles]
 """Tiles by most columns of a head (`tile_columns`).
 
@@ -126,7 +125,7 @@ def kernel_tiles(
 def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the columns of a head's tile, a power of two, and those of a second one for the rest of it; 0 for none.
 
-    Values have the second one where they are as wide as keys and narrower than 128, if both have fewer columns then.
+    Values have the second one where they are as wide as keys and narrower than `MOST_PARTED`, if both have fewer columns then.
 
     Args:
         head_dim: of queries and keys.
@@ -137,9 +136,7 @@ def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
         return whole, power_of_two(head_dim - whole) if whole < head_dim else 0
     first = whole // 2
     rest = power_of_two(value_dim - first)
-    tried = head_dim == TOWER_HEADS or "heads in two parts" not in backend.UNTRIED
-    parted = whole <= 128 and first + rest < whole and tried
-    return (first, rest) if parted else (whole, 0)
+    return (first, rest) if whole <= MOST_PARTED and first + rest < whole else (whole, 0)
 
 
 def power_of_two(columns: int) -> int:

@@ -73,7 +73,7 @@ def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
         ("cudnn", {}, None, "no NVIDIA GPU"),
         ("cudnn", {"head_dim": 512}, (9, 0), "head dim.*got 512"),
         ("cudnn", {"split": True}, (9, 0), "some of a row's tokens"),
-        ("cudnn", {"segment_slots": 65}, (9, 0), "more than 64 documents in a row"),
+        ("cudnn", {"segment_slots": 513}, (9, 0), "more than 512 documents in a row"),
         ("cudnn", {"bidirectional": True}, (9, 0), "see later ones"),
         ("hopper", {}, (8, 0), "9.0, got 8.0"),
         ("hopper", {}, None, "no NVIDIA GPU"),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxglue.ops import backend
 from jaxglue.ops.attention.tiles import kernel_tiles, tile_columns
 
 
@@ -28,8 +27,5 @@ def test_heads_are_in_two_parts_where_these_have_fewer_columns(sizes, columns):
     assert all(kernel_tiles(gpu, head_dim, value_dim=value_dim).forward.block_m for gpu in ((8, 0), (8, 9), (9, 0)))
 
 
-def test_heads_are_in_one_part_until_a_gpu_has_run_two(monkeypatch):
-    two = kernel_tiles((9, 0), 80)
-    monkeypatch.setattr(backend, "UNTRIED", {"heads in two parts"})
-    assert tile_columns(80, 80) == (128, 0) and tile_columns(192, 128) == (128, 64)
-    assert kernel_tiles((9, 0), 80) == kernel_tiles((9, 0), 128) != two == kernel_tiles((9, 0), 72)
+def test_heads_in_two_parts_have_tiles_of_their_own():
+    assert kernel_tiles((9, 0), 80) == kernel_tiles((9, 0), 72) != kernel_tiles((9, 0), 128)
