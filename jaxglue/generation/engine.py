@@ -739,6 +739,11 @@ class DecodeBatch:
         """Return the slots for further answers than those that have or await one."""
         return self._scheduler.free_slots
 
+    @property
+    def beginning(self) -> int:
+        """Return how many answers begin with the next window, as `Scheduler.beginning` does."""
+        return self._scheduler.beginning
+
     def _receive(self, window: "_Window") -> Iterator[NewTokens]:
         """Yield the new tokens of a window's answers.
 

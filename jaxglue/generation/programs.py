@@ -244,7 +244,7 @@ class EnginePrograms:
         self.fewest = FEWEST_ROWS if exact else 1
         """Sequences of a window, at least."""
         make = _makes(exact)
-        self._embed_prompts, self._embed_suffixes = make(self._embed_packed), make(self._embed)
+        self._embed_prompts, self._embed_suffixes = make(self._embed_packed), make(self._embed_behind)
         self._see = _jit(self._features)
         self._copy = jax.jit(self._copy_pages, donate_argnames="caches")
         self._read, self._write = jax.jit(_read_pages), jax.jit(_write_pages, donate_argnames="caches")
@@ -301,7 +301,8 @@ class EnginePrograms:
     def _prefill(self, call: "_Call", trees: Trees, tokens, segments, places, images, caches):
         """Call the programs of `prefill`."""
         caches = list(caches)
-        x, packed, layer_inputs = call(self._embed_prompts, _part(trees, "embed_tokens"), tokens, segments, images)
+        arguments = _part(trees, "embed_tokens"), tokens, segments, places, images
+        x, packed, places, layer_inputs = call(self._embed_prompts, *arguments)
         packed = replace(packed, ranks=places.ranks)
         contexts = packed.each(layer_inputs, self._config.layer_segments(packed.segments, images))
         full = tokens.shape[1] >= PREFILL_TOKENS  # for few tokens another program is not worth compiling
@@ -333,8 +334,8 @@ class EnginePrograms:
         Each token has a row of the cursor's, as decoding sequences have, and a position in rotation of its own. With
         drafts, the states of the `last` ones are returned, too, and an array as of `prefill`.
         """
-        x, rope, layer_inputs = self._embed_suffixes(_part(trees, "embed_tokens"), tokens[None], positions[None])
-        cursor = replace(cursor, rope=rope)
+        arguments = _part(trees, "embed_tokens"), tokens[None], positions[None], cursor
+        x, cursor, layer_inputs = self._embed_suffixes(*arguments)
         x, read = self._through("extend", trees, x, caches, cursor, layer_inputs)
         if self._drafts is None:
             return caches, None, x
@@ -596,11 +597,20 @@ class EnginePrograms:
     def _layer_weights(self, trees: Trees) -> Iterator[tuple[CachedLayer, Any]]:
         return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
 
-    def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments, images: Images | None):
+    def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments, places: Places, images: Images | None):
+        """Return (hidden states [1, T, D], their context, places, the layers' own embeddings, if any).
+
+        All are on the device then: each layer's call would copy what is on the host.
+        """
         x, rope, layer_inputs = self._embed(weights, tokens, token_positions(segments, images), images)
         tile = PREFILL_TOKENS if tokens.shape[1] > PREFILL_TOKENS else None
         options: dict[str, Any] = {"backend": self._attention, "tile": tile, "exact": self.exact}
-        return x, PackedContext(segments=segments, rope=rope, **options), layer_inputs
+        return x, PackedContext(segments=segments, rope=rope, **options), places, layer_inputs
+
+    def _embed_behind(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"], cursor: Cursor):
+        """Return (hidden states [1, T, D], the cursor with its rope, the layers' own embeddings, if any)."""
+        x, rope, layer_inputs = self._embed(weights, tokens, positions)
+        return x, replace(cursor, rope=rope), layer_inputs
 
     def _embed_last(self, weights: Trees, sequences: EngineSlots, window: DecodeWindow, *, plan: CachePlan):
         """Return (hidden states [1, B, D], cursor, the layers' own embeddings, if any)."""

@@ -7,6 +7,7 @@ stop token or limit. Where pages run out, the sequence that came last gives its 
 from collections import abc, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,11 @@ _GATHERED = 16
 """Part of the slots that is free before some of many answers begin that wait for one."""
 _LONG = 32
 """Behind very long texts a suffix of this part of them is read so, too."""
+_READ = 2 * PREFILL_TOKENS - LONGEST_SUFFIX
+"""Tokens of prompts before a window from which the next prompt waits for the one after it: they mostly fill two rows.
+
+Answers under way wait for them, and the first of many that come at once have their tokens before the last.
+"""
 Finish = Literal["stop", "length", "until"]
 """Why an answer ended: a stop token, its limit or the model's, or the caller."""
 
@@ -200,6 +206,12 @@ class SchedulerOutput:
         return sum(sequence.length for sequence in self.answers)
 
     @property
+    def read(self) -> int:
+        """Return the tokens of prompts that are computed before the window."""
+        rooms, suffixes = (prompt.room for prompt in self.prompts), (len(x.tokens) - x.begin for x in self.suffixes)
+        return sum(rooms) + sum(suffixes)
+
+    @property
     def rows(self) -> Iterator[list[Prefill]]:
         """Yield prompts that share a row of `PREFILL_TOKENS`, `PROMPTS` at most, or one that is longer."""
         return _packed(self.prompts, PREFILL_TOKENS, lambda prompt: prompt.room)
@@ -238,7 +250,8 @@ class Scheduler:
         tile: answers have training's bits, whose keys are in tiles of so many tokens; None for any bits. Pages of
             answers then serve no prompt, whose tiles do not begin anew within it.
         gathers: more answers than find a slot wait until a part of the slots is free, and for others to their prompt:
-            all others wait for a pass of prompts, which takes long however few these are.
+            all others wait for a pass of prompts, which takes long however few these are. Without it nobody waits for
+            many prompts at once: further ones are read before later windows.
     """
 
     def __init__(
@@ -260,6 +273,7 @@ class Scheduler:
         self._waiting, self._steps = deque[Sequence](), steps * rows
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._pages, self._gathered = max(plan.pages, 1), max(plan.slots // _GATHERED, 1) if gathers else 1
+        self._most_read = float("inf") if gathers else _READ
         self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""
@@ -291,6 +305,17 @@ class Scheduler:
         """Return the slots less the answers that wait for one; below 0 where more wait."""
         return len(self._slots) - len(self._waiting)
 
+    @property
+    def beginning(self) -> int:
+        """Return how many of the answers that wait begin with the next window where no prompt is known."""
+        read, requests, count = 0, set[int](), 0
+        for sequence in islice(self._waiting, len(self._slots)):
+            if read >= self._most_read:
+                break
+            count, read = count + 1, read + sequence.length * (id(sequence.request) not in requests)
+            requests.add(id(sequence.request))
+        return count
+
     def next(self, resting: Collection[Sequence] = ()) -> SchedulerOutput | None:
         """Return the next window and what precedes it; None while results of windows under way decide.
 
@@ -304,7 +329,7 @@ class Scheduler:
             return None
         self._promised = sum(map(self._promise, self._running))
         if not self._running or len(self._slots) >= min(len(self._waiting), self._gathered):
-            while self._waiting and self._slots and self._admit(work):
+            while self._waiting and self._slots and work.read < self._most_read and self._admit(work):
                 pass
         rests = set(resting).difference(work.fresh)  # who has just got a slot begins
         going = [sequence for sequence in self._running if not sequence.waits and sequence not in rests]

@@ -20,6 +20,7 @@ from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import PAGE, CachePlan
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Finish, Request, Sequence
+from jaxglue.generation.window_sizes import switching_often
 
 STOPS, BIASES = 32, 64
 """Stop tokens, and tokens with a bias, of a request, at most."""
@@ -218,6 +219,7 @@ class Service:
         self._thread.join()
         self._batch.close()
 
+    @switching_often()
     def _serve(self) -> None:
         while True:
             try:
@@ -352,19 +354,16 @@ class Service:
         long answers make no short one slow; but a part of the window is for those that have rested the longest.
         Further ones fill it up.
         """
-        running, firsts, further, begin = Counter[Hashable](), dict[Sequence, int](), list[Sequence](), 0
+        running, firsts, further = Counter[Hashable](), dict[Sequence, int](), list[Sequence]()
         for ticket, answer in self._running.values():
             running[ticket.owner] += 1
-            if answer.slot is None:
-                begin += 1
-            elif answer.waits or answer.ends_under_way:
+            if answer.slot is None or answer.waits or answer.ends_under_way:
                 continue
-            elif running[ticket.owner] == 1:
+            if running[ticket.owner] == 1:
                 firsts[answer] = self._tokens[ticket.owner]
             else:
                 further.append(answer)
-        begin += min(self._batch.free_slots, 0)  # others wait for a slot yet
-        room = max(self._widest(running) - max(begin, 0), 1)
+        room = max(self._widest(running) - self._batch.beginning, 1)
         late = sorted(firsts, key=self._rested.__getitem__, reverse=True)[: -(-room // _TURNS)]
         further.sort(key=lambda answer: answer.reach - len(answer.request.prompt))
         return list(dict.fromkeys([*late, *sorted(firsts, key=firsts.__getitem__), *further]))[room:]

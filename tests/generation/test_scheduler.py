@@ -45,6 +45,35 @@ def test_answers_that_wait_begin_together():
     assert begun == len(lengths) and len(passes) <= sum(passes) <= 2 * len(requests)
 
 
+def test_nobody_waits_for_the_prompts_of_many_who_come_at_once():
+    """But where all are wanted soon; what is known of prompts, and siblings', is not read again."""
+    many = [Request([n] * 500, SamplingConfig(max_tokens=80), n=1 + (n == 3)) for n in range(50)]
+
+    def begun(**options) -> list[int]:
+        scheduler = Scheduler(CachePlan(slots=64, pages=4096, table=32, bytes=0), STEPS, **options)
+        scheduler.add([Sequence(n, i, each, 580) for n, each in enumerate(many) for i in range(each.n)])
+        windows = list[int]()
+        while scheduler.waiting:
+            beginning, work = scheduler.beginning, scheduler.next()
+            windows.append(len(work.fresh))
+            assert beginning == windows[-1] and work.read == 499 * len(work.prompts)
+            receive(scheduler, work, [[2] * 8] * len(work.answers))
+        return windows
+
+    assert begun() == [17, 16, 16, 2] and begun(gathers=True) == [51]
+
+
+def test_known_beginnings_are_not_read_before_a_window():
+    scheduler = Scheduler(CachePlan(slots=64, pages=4096, table=128, bytes=0), STEPS, remembers=True)
+    text = [1] * (31 * PAGE)
+    scheduler.add([Sequence(0, 0, Request(text, SamplingConfig(max_tokens=8)), len(text) + 8)])
+    receive(scheduler, work := scheduler.next(), [[2] * 8] * len(work.answers))
+    requests = [Request([*text, n], SamplingConfig(max_tokens=8)) for n in range(40)]
+    scheduler.add([Sequence(n, 0, each, len(text) + 9) for n, each in enumerate(requests)])
+    work = scheduler.next()
+    assert len(work.fresh) == 40 and work.read < 2 * PAGE
+
+
 @pytest.mark.parametrize("place", [None, 20, 90])
 def test_a_turn_behind_a_new_image_is_computed_whole(place):
     """Features enter rows of whole prompts alone; held pages serve turns whose images are in them."""
