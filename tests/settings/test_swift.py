@@ -49,6 +49,7 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"truncation_strategy": "split"}, "data", {"overlong": "split"}),
         ({"loss_scale": "last_round"}, "data", {"loss_on": "last-turn"}),
         ({"loss_scale": "all+ignore_empty_think"}, "data", {"loss_on": "all", "mask_empty_thinking": True}),
+        ({"max_pixels": 1003520}, "data", {"image_max_pixels": 1003520}),
         ({"split_dataset_ratio": 0.2}, "data", {"eval_fraction": 0.2}),
         ({"use_chat_template": False}, "data", {"format": "text", "loss_on": "all"}),
         ({"columns": {"ask": "query", "say": "response"}}, "data", {"columns": "question=ask,answer=say"}),

@@ -187,9 +187,9 @@ _REASONS = {
         *("freeze_multi_modal_projector", "freeze_aligner", "freeze_llm"),
         *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules", "finetune_audio_layers"),
     ),
-    "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (
-        *("image_size", "image_resize_algorithm", "image_max_pixels", "image_min_pixels"),
-        *("video_max_pixels", "video_min_pixels", "max_pixels", "min_pixels"),
+    "--image-max-pixels and --image-max-tokens bound images, whose sizes are otherwise those of the model's files": (
+        *("image_size", "image_resize_algorithm", "image_min_pixels", "video_min_pixels", "min_pixels"),
+        "vision_image_size",
     ),
     "rows name frames, clips and their times, and paths begin at the folder of the data": (
         *("video_fps", "video_maxlen", "audio_sampling_rate", "use_audio_in_video", "media_dir"),
@@ -229,7 +229,7 @@ CHANGES = {
         "bias",
         "fp16",
         "freeze_aligner",
-        "image_max_pixels",
+        "image_size",
         "media_dir",
         "per_device_eval_batch_size",
     )
