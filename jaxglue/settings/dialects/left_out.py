@@ -203,7 +203,7 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
     **dict.fromkeys(("freeze_multi_modal_projector", "freeze_aligner"), (True,)),
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
-    **{"freeze_llm": (False,), "sft_alpha": (0,)},
+    **{"freeze_llm": (False,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
     "shuffle_merged_datasets": (True,),
@@ -264,7 +264,8 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio", "teacher_adapters", "teacher_model_server"),
-        "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
+        "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes, or "
+        "with --lmbda 0 --beta 0 of the rows', beside their cross-entropy × --sft-alpha",
     ),
     "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",
