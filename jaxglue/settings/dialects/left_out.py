@@ -259,7 +259,7 @@ REFUSED = {
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
     "moe_aux_loss_coeff": "--router-balance-loss weighs the mean of the layers' losses, not their sum",
     **dict.fromkeys(
-        ("qat", "quantizer", "qat_scheme"),
+        ("qat", "quantizer", "qat_scheme", "fake_quant_after_n_steps"),
         "--serve-as nvfp4 (nf4, mxfp4, q4_k_m) trains an adapter for weights that are rounded when served",
     ),
     **dict.fromkeys(
@@ -271,10 +271,15 @@ REFUSED = {
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
-        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro"),
+        (
+            *("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
+            *("freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"),
+            *("trainable_parameters", "trainable_parameters_regex"),
+        ),
         "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
         "some layers, --modules-to-save trains embed_tokens and lm_head whole",
     ),
+    **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "adapters are low-rank: --method lora"),
     **dict.fromkeys(
         (
             *("use_galore", "use_apollo", "use_badam", "relora", "lisa_n_layers", "lisa_activated_layers"),
