@@ -8,6 +8,8 @@ import pytest
 from selection import thorough
 
 from jaxglue import evaluate, export, train
+from jaxglue.data.read_rows import ending
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
 from jaxglue.hf.reading import SENTENCE_FILES
@@ -106,6 +108,7 @@ def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_js
     for name in ("one_pass.json", *SENTENCE_FILES):
         assert (checkpoint / name).read_bytes() == (summary.adapter / name).read_bytes()
     merged = export(adapter=summary.adapter, output=tmp_path / "merged")
+    assert all(ending(load_tokenizer(folder)) for folder in (summary.adapter, merged, checkpoint))
     assert json.loads((merged / "config.json").read_text())["is_causal"] is False
     assert [each["type"].rpartition(".")[2] for each in json.loads((merged / "modules.json").read_text())] == [
         "Transformer",
