@@ -24,6 +24,7 @@ from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export_check import embed_rows, folder_parts, random_rows
 from jaxglue.hf.gguf import writer
 from jaxglue.hf.gguf.decisions import decision_template
+from jaxglue.hf.gguf.embeddings import embedding_metadata
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
@@ -542,6 +543,25 @@ def test_a_template_of_decisions_renders_the_prompt_of_training(make_tokenizer):
         given = {"state": state, "type": question["type"], "instructions": question["instructions"]}
         expected = encoder.tokenizer.decode(encoded.tokens).replace("Y: {}\nN: x", "yes: {}\nno: x")  # as files need
         assert template.render(**given, options=options) == expected
+
+
+def test_files_of_embeddings_name_their_pooling_and_the_tokens_around_texts(make_tokenizer):
+    record, tokenizer = {"pooling": "last", "bidirectional": False}, make_tokenizer(bos_token="<|im_start|>")
+    assert embedding_metadata("qwen3", tokenizer, record | {"pooling": "mean"}) == {
+        **{"qwen3.pooling_type": 1, "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": False},
+    }
+    end = ("<|endoftext|>", tokenizer.pad_token_id)
+    frame = processors.TemplateProcessing(single=["$A", end[0]], special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = frame  # as Qwen3-Embedding's, whose eos_token is another
+    found = embedding_metadata("qwen3", tokenizer, record)
+    assert (found["qwen3.pooling_type"], found["tokenizer.ggml.eos_token_id"]) == (3, end[1])
+    assert found["tokenizer.ggml.add_eos_token"]
+    with pytest.raises(ValueError, match="see later ones: export a folder"):
+        embedding_metadata("qwen3", tokenizer, record | {"bidirectional": True})
+    frame = processors.TemplateProcessing(single=["$A", end[0], end[0]], special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = frame
+    with pytest.raises(ValueError, match=r"puts <\|endoftext\|> <\|endoftext\|> around texts"):
+        embedding_metadata("qwen3", tokenizer, record)
 
 
 def test_options_that_llama_cpp_labels_otherwise_are_refused_there(make_tokenizer):
