@@ -248,7 +248,7 @@ def read_documents(model: Path, data: Path, args: argparse.Namespace, folder: Pa
     """Return rows as documents."""
     tokenizer = load_tokenizer(model)
     config = DataConfig(data=(str(data),), seq_len=args.seq_len, cache_dir=str(folder / "cache"))
-    return prepare_data(config, tokenizer, processor=read_vision(model, None, tokenizer)).train
+    return prepare_data(config, tokenizer, processor=read_vision(model, tokenizer)).train
 
 
 def measure_peer(

@@ -1,8 +1,9 @@
 """Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
 A request is JSON: `model`, optionally `lora`, `mmproj` and a number of `drafts` by the file's own head, and lists
-`prompts` (tokens), `chats` (messages), `texts`, `bodies` of chat completions and of `decisions`; the answer holds the
-tokens that follow each prompt, each chat as rendered with its tokens and answer, each text's tokens, and replies.
+`prompts` (tokens), `chats` (messages), `texts`, `bodies` of chat completions and of `decisions`, and texts to `embed`;
+the answer holds the tokens that follow each prompt, each chat as rendered with its tokens and answer, each text's
+tokens and vector, and replies.
 """
 
 import json
@@ -40,6 +41,7 @@ def _answer(request: dict) -> dict:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["lora"], 1.0)]
     if "mmproj" in request:
         params.mmproj.path, params.mmproj_use_gpu = request["mmproj"], False
+    params.embedding = "embed" in request
     if count := request.get("drafts"):
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
         params.speculative.draft.n_max = count
@@ -70,6 +72,10 @@ def _answer(request: dict) -> dict:
         "chats": [chat(messages) for messages in request.get("chats", [])],
         "replies": [_post(address, "/v1/chat/completions", body) for body in request.get("bodies", [])],
         "decisions": [_post(address, "/v1/systemone", body) for body in request.get("decisions", [])],
+        "vectors": [
+            _post(address, "/v1/embeddings", {"input": text})["data"][0]["embedding"]
+            for text in request.get("embed", [])
+        ],
         "texts": [_post(address, "/tokenize", {"content": text})["tokens"] for text in request.get("texts", [])],
     }
 

@@ -113,8 +113,8 @@ class Session:
         with named_optimizer(with_named_tokenizer(settings)) as named:
             self._open(recipe, named, base, images=images)
         self.tokenizer = self._setup.tokenizer
-        limit, folder = self._data.image_max_tokens, self._setup.base.folder
-        self.image_rules = make_rules(folder, self.tokenizer, files=None, max_tokens=limit) if images else None
+        folder, limits = self._setup.base.folder, self._data.image_limits
+        self.image_rules = make_rules(folder, self.tokenizer, files=None, **limits) if images else None
         """Rules of images; None of a session without."""
         self._engine: Engine | None = None
         self._scorer: PromptScorer | None = None
@@ -490,7 +490,7 @@ class Session:
     @cached_property
     def _processor(self) -> Processor | None:
         """Return the processor of the model's images; None for a model that sees none."""
-        return read_vision(self._setup.base.folder, self._data.image_max_tokens, self.tokenizer)
+        return read_vision(self._setup.base.folder, self.tokenizer, **self._data.image_limits)
 
     def _prepare(self, config: DataConfig, columns: Columns) -> PreparedData:
         size = self._setup.model.vocab_size

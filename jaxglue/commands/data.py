@@ -45,7 +45,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
     columns = config.objective.columns
-    processor = read_vision(folder, config.data.image_max_tokens, tokenizer)
+    processor = read_vision(folder, tokenizer, **config.data.image_limits)
     prepared = prepare_data(
         config.data, tokenizer, progress=DataProgress(), task=task, columns=columns, processor=processor
     )

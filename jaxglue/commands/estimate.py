@@ -86,9 +86,9 @@ def _seeing(config: EstimateConfig, folder: Path, model: DecoderConfig) -> tuple
     model = with_vision(replace(model, vision=None), raw, trains=trains, **normalization(folder, raw))
     if trains == "none" and config.model.image_features != "off":
         return model, None
-    processor = read_processor(folder, raw, config.data.image_max_tokens)
+    processor = read_processor(folder, raw, **config.data.image_limits)
     assert processor is not None
-    grid = processor.grid(height, width)
+    grid = processor.bounded_grid(height, width)
     return model, TowerWork(images=1 / processor.tokens(grid), patches=grid.patches)
 
 
@@ -136,10 +136,10 @@ def _images(config: EstimateConfig, planner: Planner, plan: Plan | None) -> str:
     """Return a line about images of the given size: their tokens, and what a frozen tower costs."""
     assert config.image_size is not None
     folder, workload = model_path(config.model.model, config.model.revision, weights=False), planner.workload
-    processor = read_processor(folder, read_config(folder), config.data.image_max_tokens)
+    processor = read_processor(folder, read_config(folder), **config.data.image_limits)
     assert processor is not None and workload.config.vision is not None
     height, width = _pixels(config.image_size)
-    grid = processor.grid(height, width)
+    grid = processor.bounded_grid(height, width)
     cost = TowerCost(workload.config, grid.patches)
     seconds, tokens = cost.seconds(planner.gpu), processor.tokens(grid)
     line = (

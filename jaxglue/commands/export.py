@@ -39,6 +39,7 @@ from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.hf.model_card import CURVE, model_card
 from jaxglue.hf.reading import read_record
+from jaxglue.hf.sentence_transformers import read_folder
 from jaxglue.hf.serving import has_tokenizer, load_own_tokenizer, render_example, stop_tokens
 from jaxglue.hf.temperatures import fold_temperatures
 from jaxglue.models.tower_config import TowerConfig
@@ -126,13 +127,14 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     rows = _calibration(config, kind, tensors, tokenizer)
     importance = _measure_importance(rows, tensors, base) if rows else None
     draft = find_gguf_draft(tensors, tensors.config, base, config.adapter)
-    record = read_record(config.adapter, base)
-    decides = record if record.get("kind") == "decide" else None
-    options: dict[str, Any] = {"importance": importance, "draft": draft, "decides": decides, "progress": DataProgress()}
+    record = read_record(config.adapter, base) or read_folder(config.adapter or base)
+    options: dict[str, Any] = {"importance": importance, "draft": draft, "record": record, "progress": DataProgress()}
     file = export_gguf(tensors, tensors.config, tokenizer, stops, kind, output, **options)
     server = f"llama-server -m {file}" + ("" if draft is None else " --spec-type draft-mtp")
-    if decides is not None:
+    if record.get("kind") == "decide":
         return f"run it with: {server}, and ask /v1/systemone"
+    if record.get("kind") == "embed":
+        return f"run it with: {server} --embeddings, and ask /v1/embeddings"
     if tensors.config.vision is not None:
         return f"run it with: {server} --mmproj {file.with_name(f'mmproj-{output.resolve().name}.gguf')}"
     return f"run it with: {server}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"

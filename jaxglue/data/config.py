@@ -233,6 +233,11 @@ class DataConfig(Config):
     `seq_len` tokens of them, for pretraining."""
     image_max_tokens: PositiveInt | None = None
     """Most tokens of an image, which is made smaller to fit; by default 2,048, or fewer if the model's files say so."""
+    image_max_pixels: Annotated[PositiveInt, Alias("max_pixels")] | None = None
+    """Most pixels of an image, which is made smaller before the model's own rule of sizes; without
+    `image_max_tokens`, that rule alone bounds it further."""
+    video_max_pixels: PositiveInt | None = None
+    """The same of a video's frame."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
     """Jinja file, or text with Jinja's braces, that replaces the tokenizer's chat template."""
     eos_token: Annotated[str, Alias("replace_eos", values={True: TURN_END})] | None = None
@@ -288,6 +293,15 @@ class DataConfig(Config):
         """Return the settings of tokenization for all sources, without those at their defaults."""
         settings = {"allowed": self.allow_special_tokens, "mask_empty_thinking": self.mask_empty_thinking}
         return {name: value for name, value in settings.items() if value}
+
+    @property
+    def image_limits(self) -> dict[str, int | None]:
+        """Return the limits of images, as they are read."""
+        return {
+            "max_tokens": self.image_max_tokens,
+            "pixels": self.image_max_pixels,
+            "frame_pixels": self.video_max_pixels,
+        }
 
     @property
     def row_tokens(self) -> int:

@@ -228,7 +228,7 @@ class ImageRules:
 
     def shown(self, data: bytes) -> Image:
         """Return an image that an environment showed, without patches; raise ValueError for one that is none."""
-        grid = self.processor.grid(*image_size(data))
+        grid = self.processor.bounded_grid(*image_size(data))
         return Image(key=digest_of(data), grid=grid, read=lambda: data, stays=False)
 
     def record(self, chat: Chat) -> list[ImageRecord]:

@@ -77,7 +77,7 @@ class Steps:
         rows = np.arange(first, first + count * self.batch_size)
         rows[rows >= end] = self.plan.rows
         micro_batches = rows.reshape(count, self.process_count, -1)
-        documents = self.plan.documents[slice(*self.plan.bounds[np.minimum([first, end], self.plan.rows)])]
+        documents = self.documents(step)
         batches = tuple(self._own_rows(rows, documents) for rows in micro_batches)
         self.dataset.store.release()
         return Step(
@@ -85,6 +85,11 @@ class Steps:
             tokens=int(self.dataset.lengths[documents].sum()),
             targets=int(self.dataset.targets[documents].sum()),
         )
+
+    def documents(self, step: int) -> Int[np.ndarray, "documents"]:
+        """Return the documents of a step, over all processes."""
+        rows = np.minimum(self._first_rows[[step, step + 1]], self.plan.rows)
+        return self.plan.documents[slice(*self.plan.bounds[rows])]
 
     def _own_rows(self, rows: Int[np.ndarray, "processes B"], step: Int[np.ndarray, "documents"]) -> Batch:
         """Build this process's rows of a micro-batch; the rows of all processes decide on its kind."""
@@ -295,6 +300,10 @@ class BatchIterator(Iterator[Step]):
     def dataset(self) -> TokenDataset:
         """Return the documents."""
         return self._dataset
+
+    def documents(self) -> Iterator[Int[np.ndarray, "documents"]]:
+        """Yield the documents of each step of the epoch, over all processes."""
+        return map(self._epoch_steps.documents, range(len(self._epoch_steps)))
 
     def replace_dataset(self, dataset: TokenDataset) -> None:
         """Continue with the same documents, of which more is known."""

@@ -231,20 +231,20 @@ def _select(
     return tokenized, select_documents(tokenized.store, config, source, columns, images)
 
 
-def read_vision(folder: Path, max_tokens: int | None, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+def read_vision(folder: Path, tokenizer: PreTrainedTokenizerBase, **limits: int | None) -> Processor | None:
     """Return the processor of a model's images, with its tokens' texts; None for a model that sees none.
 
     Args:
         folder: of the model.
-        max_tokens: of an image, at most; None for the default.
         tokenizer: of the model.
+        limits: of images, as `read_processor` takes them.
 
     Raises:
         ValueError: settings that cannot be read, or a limit that is too low.
     """
     path = folder / "config.json"
     raw = read_json(path) if path.is_file() else {}
-    processor = read_processor(folder, raw, max_tokens)
+    processor = read_processor(folder, raw, **limits)
     return None if processor is None else with_texts(processor, raw, tokenizer.convert_ids_to_tokens)
 
 

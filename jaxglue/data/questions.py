@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.messages import listed
+from jaxglue.data.messages import listed, number_of
 from jaxglue.data.pieces import PieceTokenizer
 from jaxglue.files.json_file import parse_json
 
@@ -173,17 +173,21 @@ def _probability(value: Any) -> float:
 
 def _option(question: Question, value: Any) -> int:
     """Return the index of an option by its name, or of a level by its number."""
-    names = [option.name for option in question.options]
+    names, hint = [option.name for option in question.options], ""
     if question.type == YES_NO:
         if (found := _YES.get(str(value).strip().lower())) is not None:
             return found
-    elif str(value) in names and not (question.type == SCORE and isinstance(value, int)):
+    elif str(value) in names:
         return names.index(str(value))
-    elif question.type == SCORE and not isinstance(value, bool):
-        number = int(value) if isinstance(value, str) and value.isdecimal() else value
-        if isinstance(number, int | float) and number in range(len(names)):
+    elif question.type == SCORE and not isinstance(value, bool) and not math.isnan(number := number_of(value)):
+        numbers = [number_of(name) for name in names]
+        if number in numbers:
+            return numbers.index(number)
+        if any(level != index for index, level in enumerate(numbers) if not math.isnan(level)):
+            hint = "; where names of levels are numbers, gold is such a name, not a number from 0"
+        elif number in range(len(names)):
             return int(number)
-    raise ValueError(f"gold {value!r:.80} is none of its options: {listed(names)}")
+    raise ValueError(f"gold {value!r:.80} is none of its options: {listed(names)}{hint}")
 
 
 def _text(value: Any) -> str:

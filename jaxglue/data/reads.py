@@ -186,7 +186,7 @@ class ReadDataset(TokenDataset):
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
         """Return the lengths of beginnings with a part: attention's work, whether or not beginnings are shared."""
-        return np.repeat(self.prefixes, self.counts) + self.table.sizes[self._parts(np.arange(len(self)))[1]]
+        return np.repeat(self.prefixes, self.counts) + self.table.sizes[self.parts_of(np.arange(len(self)))[1]]
 
     @property
     def whole_lengths(self) -> Int[np.ndarray, "units"]:
@@ -285,7 +285,7 @@ class ReadDataset(TokenDataset):
         shape = len(members), slots
         parts, units = np.full((2, *shape), -1, np.int32)
         for row, own in enumerate(members):
-            owners, found = self._parts(own)
+            owners, found = self.parts_of(own)
             parts[row, : len(found)], units[row, : len(found)] = found, owners
         orders = self._orders(parts[parts >= 0], step) if self.permuted else {}
         tokens, owners, lasts = np.zeros((3, len(members), seq_len), np.int32)
@@ -331,8 +331,8 @@ class ReadDataset(TokenDataset):
         copied = not self.task.shared_prompt and self.prefixes.any()
         return super().most_features(members) * (self.most_parts if copied else 1)
 
-    def _parts(self, units: Int[np.ndarray, "units"]) -> tuple[Int[np.ndarray, "parts"], Int[np.ndarray, "parts"]]:
-        """Return the parts of units, and before them each one's unit."""
+    def parts_of(self, units: Int[np.ndarray, "units"]) -> tuple[Int[np.ndarray, "parts"], Int[np.ndarray, "parts"]]:
+        """Return the unit of each part of units, and these parts."""
         counts = self.counts[units]
         before = np.cumsum(counts) - counts
         return np.repeat(units, counts), np.repeat(self.firsts[units] - before, counts) + np.arange(counts.sum())
@@ -349,7 +349,7 @@ class ReadDataset(TokenDataset):
     def _fill(self, units: np.ndarray, orders: Mapping[int, np.ndarray], slots: int, *arrays: np.ndarray) -> None:
         """Write a row's tokens, the slots of parts' tokens, and 1 at their last ones."""
         tokens, owners, lasts = arrays
-        own, parts = self._parts(units)
+        own, parts = self.parts_of(units)
         first = np.append(True, own[1:] != own[:-1])[: len(own)]
         repeats = first if self.task.shared_prompt else np.ones_like(first)
         # A part with the beginning before it is two pieces; one without is one piece after an empty one.

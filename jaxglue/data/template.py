@@ -67,7 +67,7 @@ class ChatTemplate:
         self.split: set[str] = set()
         """Special tokens that the last call of `protect` split."""
         self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
-        longest_first = sorted(filter(lambda token: len(token) > 1, self._specials), key=len, reverse=True)
+        longest_first = special_texts(tokenizer)
         self._reserved = re.compile("|".join(map(re.escape, [PLAIN, *longest_first])))
         self._calls_as_text = False
         """The template takes calls with JSON as arguments, and no content beside them (DeepSeek)."""
@@ -472,6 +472,12 @@ class _UnstableTemplateError(UnmarkedError):
             "rendering of its first messages, so the assistant's tokens are ambiguous; use --chat-template with a "
             "template that has {% generation %} markers"
         )
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens that can be split, the longest first."""
+    names = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted((name for name in names if len(name) > 1), key=len, reverse=True)
 
 
 def plain_pieces(text: str) -> list[str]:

@@ -1,9 +1,10 @@
 """Rows of texts to compare: pairs, with negatives or without, and pairs with a similarity."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
+import numpy as np
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
@@ -123,8 +124,20 @@ def end_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     if ending(tokenizer) or tokenizer.eos_token_id is None:
         return False
-    backend, end = tokenizer.backend_tokenizer, str(tokenizer.eos_token)
-    template = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
-    before = [] if backend.post_processor is None else [backend.post_processor]
-    backend.post_processor = processors.Sequence([*before, template])
+    backend, begins = tokenizer.backend_tokenizer, np.frombuffer(beginning(tokenizer), np.int32).tolist()
+    ids = [*begins, tokenizer.eos_token_id]
+    *before, end = tokens = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
+    template = processors.TemplateProcessing(
+        single=[*before, "$A", end], special_tokens=[*zip(tokens, ids, strict=True)]
+    )
+    others = [each for each in _parts(backend.post_processor) if not isinstance(each, processors.TemplateProcessing)]
+    backend.post_processor = processors.Sequence([*others, template])
+    assert ending(tokenizer)
     return True
+
+
+def _parts(processor: processors.PostProcessor | None) -> list[processors.PostProcessor]:
+    """Return the parts of a post-processor, of which tokens of a second template would be left out in silence."""
+    if isinstance(processor, processors.Sequence):
+        return [part for each in cast(Iterable, processor) for part in _parts(each)]
+    return [] if processor is None else [processor]

@@ -103,7 +103,6 @@ class PartReader:
         self.model, self.record, self.kind = model, record, str(record["kind"])
         self.objective = _objective(record)
         self.task = self.objective.task(shared_prompt=True, copies=model.config.recurrent is not None)
-        self.task.adopt(model.tokenizer)
         self.encoder: UnitEncoder = self.task.encoder(model.tokenizer, record.get("system", ""))
         self.encoder.images = model.rules if self.encoder.sees else None
         self._labels = self.task.labels(model.tokenizer, record.get("system", ""))

@@ -220,13 +220,13 @@ class TextScorer:
 
     Args:
         config: of the model.
-        image_max_tokens: of an image, at most; None for the default.
+        limits: of images, as `read_vision` takes them.
 
     Raises:
         ValueError: bad folders, tensors or tokenizer, or a model that writes text.
     """
 
-    def __init__(self, config: AssistantConfig, image_max_tokens: int | None = None):
+    def __init__(self, config: AssistantConfig, **limits: int | None):
         self.labels = count_labels(config)
         """Scores of a document."""
         if not self.labels:
@@ -241,7 +241,7 @@ class TextScorer:
         self.rules: ImageRules | None = None
         """For images of documents; None of a model that sees none."""
         if model.config.vision is not None:
-            self.rules = make_rules(config.folder, self.tokenizer, files=None, max_tokens=image_max_tokens)
+            self.rules = make_rules(config.folder, self.tokenizer, files=None, **limits)
         graphdefs, self._trainable, self._frozen = split_model(model, nnx.LoRAParam)
         self._executor = Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype)
         self._padding = padding_token(self.tokenizer)
@@ -304,8 +304,8 @@ class RewardScorer(TextScorer):
         ValueError: as `TextScorer`, or several labels.
     """
 
-    def __init__(self, config: AssistantConfig, image_max_tokens: int | None = None):
-        super().__init__(config, image_max_tokens)
+    def __init__(self, config: AssistantConfig, **limits: int | None):
+        super().__init__(config, **limits)
         if self.labels > 1:
             name = config.adapter or config.folder
             raise ValueError(f"{name} is a classifier with {self.labels} labels, which is no reward")

@@ -107,7 +107,7 @@ class Sight:
 
 
 def make_rules(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, *, files: Path | None, max_tokens: int | None = None
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, files: Path | None, **limits: int | None
 ) -> ImageRules | None:
     """Return the rules for images of prompts; None for a model that sees none.
 
@@ -115,9 +115,9 @@ def make_rules(
         folder: of the model.
         tokenizer: of the model.
         files: folder of relative paths; None where prompts may name no files.
-        max_tokens: of an image, at most.
+        limits: of images, as `read_vision` takes them.
     """
-    processor = read_vision(folder, max_tokens, tokenizer)
+    processor = read_vision(folder, tokenizer, **limits)
     return None if processor is None else ImageRules.of(processor, tokenizer, files)
 
 

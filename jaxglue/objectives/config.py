@@ -139,6 +139,17 @@ class DistillSettings(RolloutSettings):
     """0 is the forward divergence, 1 the reverse, and between lie Jensen and Shannon's."""
     distill_top_k: PositiveInt | None = None
     """Distinguish so many of the teacher's most likely tokens, and all others together; by default all tokens."""
+    sft_alpha: Annotated[
+        NonNegativeFloat,
+        Excludes(
+            "lmbda",
+            "it weighs the rows' answers",
+            lambda share: share == 1,
+            remedy="lower it, to 0 for steps on them alone",
+        ),
+    ] = 0.0
+    """Weight of the cross-entropy of the rows' answers beside the divergence, in the steps that --lmbda below 1 takes
+    on them."""
 
 
 @dataclass(frozen=True, kw_only=True)

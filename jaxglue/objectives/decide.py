@@ -29,8 +29,8 @@ _HEAD_OPTIONS = 64
 """Options of a choice for which a head has rows."""
 _USUAL_OPTIONS = 16
 """Options of questions up to which batches of few shapes are alike."""
-_VERSION = 2
-"""Increment when questions read otherwise, to tokenize anew."""
+_VERSION = 3
+"""Increment when questions or gold read otherwise, to tokenize anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Distillation on the model's own answers: divergences between its distributions and a teacher's (arXiv 2306.13649)."""
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from jaxglue.objectives.config import DistillSettings
 from jaxglue.objectives.rollouts import (
     ANSWERS_EXCLUDE,
@@ -8,7 +11,6 @@ from jaxglue.objectives.rollouts import (
     Metric,
     RolloutObjective,
     StepCounts,
-    Tokens,
 )
 from jaxglue.settings.config import Excludes, Requires
 
@@ -34,7 +36,8 @@ class Distillation(RolloutObjective):
         """Return the divergence."""
         name = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, f"JSD, beta {self.beta:g}")
         top = self.config.distill_top_k
-        return f"distill, {name}" + (f" of the {top} most likely tokens and the rest" if top else "")
+        beside = f", beside cross-entropy × {self.config.sft_alpha:g}" if self.config.sft_alpha else ""
+        return f"distill, {name}" + (f" of the {top} most likely tokens and the rest" if top else "") + beside
 
     def needs_old(self, steps: int) -> bool:
         """Tell that nothing reads log-probabilities under earlier weights."""
@@ -44,7 +47,12 @@ class Distillation(RolloutObjective):
         """Return the number of tokens."""
         return max(counts.tokens, 1)
 
-    def loss_and_metrics(self, inputs: LossInputs) -> tuple[Tokens, dict[str, Metric]]:
-        """Return the tokens' divergences, and the mean entropy of their distributions."""
+    def loss_and_metrics(self, inputs: LossInputs) -> tuple[Float[Array, "*terms"], dict[str, Metric]]:
+        """Return the tokens' divergences, with the cross-entropy of the rows' answers where it counts, and metrics."""
         losses = inputs.values.divergences(self.beta, self.config.distill_top_k)
-        return losses, {"entropy": Metric(*inputs.values.entropy)}
+        metrics = {"entropy": Metric(*inputs.values.entropy)}
+        if not (weight := self.config.sft_alpha):
+            return losses, metrics
+        sampled = (inputs.counted * jnp.isfinite(inputs.sampler)).any()  # all answers of a step are, or are the rows'
+        cross_entropy = jnp.where(sampled, 0.0, inputs.values.cross_entropy)
+        return losses.sum() + weight * cross_entropy, metrics | {"sft_loss": Metric(cross_entropy)}

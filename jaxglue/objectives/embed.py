@@ -114,6 +114,17 @@ class Embeddings(ReadObjective):
         pooled = "mean of tokens" if settings.pooling == "mean" else "last token"
         return f"embeddings, {symmetric}{settings.embed_loss}{dims}, {pooled}, {sees}"
 
+    def why_constant(self, dataset: ReadDataset, units: Int[np.ndarray, "units"]) -> str:
+        """Return that no anchor has a negative, or all pairs the same similarity."""
+        _, parts = dataset.parts_of(units)
+        kinds, texts = dataset.table.kinds[parts], dataset.text_ids[parts]
+        if self.contrast.by_score:
+            gold = dataset.table.gold[dataset.table.firsts[parts]]
+            return "all pairs have the same similarity" if len(np.unique(gold)) < 2 else ""
+        one_document = len(np.unique(texts[kinds != ANCHOR])) < 2
+        one_anchor = len(np.unique(texts[kinds == ANCHOR])) < 2 and not (kinds == NEGATIVE).any()
+        return "no pair has a negative" if one_document or one_anchor else ""
+
     def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A D"]:
         """Return the texts' embeddings, not normalized."""
         return values.reads

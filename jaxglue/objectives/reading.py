@@ -72,6 +72,10 @@ class ReadObjective(Objective):
         """Return the treatment of the rows."""
         raise NotImplementedError
 
+    def why_constant(self, dataset: ReadDataset, units: Int[np.ndarray, "units"]) -> str:
+        """Return why a step of these units has the same loss whatever the weights; empty where it has not."""
+        return ""
+
     def outputs(self, values: PartValues, reads: Reads) -> Float[Array, "B A *K"]:
         """Return what a model gives for each part, such as the logits of its options."""
         raise NotImplementedError

@@ -381,7 +381,7 @@ class Judge:
                 continue
             is_adapter = (folder / "adapter_config.json").is_file()
             config = AssistantConfig(adapter=folder) if is_adapter else AssistantConfig(model=folder)
-            model = RewardScorer(config, None if rules is None else rules.processor.max_tokens)
+            model = RewardScorer(config, **({} if rules is None else rules.processor.limits))
             if rules is not None and (model.rules is None or model.rules.processor != rules.processor):
                 raise ValueError(
                     f"--reward model?folder={folder} makes other tokens of images than the model in training, or sees "

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
+from jaxglue.data.reads import ReadTask
 from jaxglue.data.template import adopt
 from jaxglue.files.atomic import atomic_folder, require_empty
 from jaxglue.files.json_file import read_json
@@ -162,6 +163,8 @@ def _read_run(config: TrainConfig) -> FinishedRun:
     architecture = start.adapted(architecture) if start else architecture
     vocabulary = read_vocabulary(folder, config.model.new_tokens, architecture, start, config.model.tokenizer)
     adopt(vocabulary.tokenizer, config.data)
+    if isinstance(task := config.objective.task(shared_prompt=True), ReadTask):
+        task.adopt(vocabulary.tokenizer)
     return FinishedRun(
         base=Base.of(config, folder, architecture, start),
         lora=config.lora if config.model.method == "lora" else None,

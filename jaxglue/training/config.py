@@ -78,7 +78,11 @@ class ModelConfig(Config):
         Alias("finetuning_type"),
         Alias("use_peft", values={True: "lora"}),
         Alias("full_finetuning", values={True: "full"}),
-        Instead(qlora="give --method lora --quantize nf4"),
+        Instead(
+            qlora="give --method lora --quantize nf4",
+            freeze="give --method lora: --layers adapts some layers, --modules-to-save trains embed_tokens and lm_head",
+            oft="give --method lora, with --dora or --rslora if you like",
+        ),
         Excludes("weights", given=lambda place: place not in ("device", "auto"), **_FROZEN),
         Excludes("embeddings", given=lambda place: place == "host", **_FROZEN),
         Excludes("quantize", given=lambda storage: storage != "none", **_FROZEN),

@@ -85,7 +85,7 @@ class Documents:
         config, objective = self.config, self.config.objective
         task = objective.task(shared_prompt=not self.why_copied, copies=self.model.recurrent is not None)
         columns = {**objective.columns, **columns}
-        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        processor = read_vision(config.model.folder, tokenizer, **config.data.image_limits)
         return prepare_data(config.data, tokenizer, self.model.vocab_size, progress, task, columns, processor)
 
     def loss_on(self, data: PreparedData) -> str:
@@ -183,7 +183,7 @@ class Prompts:
     ) -> PreparedData:
         """Read the prompts, and those that are held out."""
         config, rollouts = self.config, self.config.rollouts
-        processor = read_vision(config.model.folder, config.data.image_max_tokens, tokenizer)
+        processor = read_vision(config.model.folder, tokenizer, **config.data.image_limits)
         if rollouts.environment_images and processor is None:
             raise ValueError(f"--environment-images: {config.model.model} sees no images: leave it out")
         read = partial(
@@ -208,14 +208,14 @@ class Prompts:
 
     def _check_images(self, processor: Processor, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Refuse a teacher that sees images otherwise, or whose tower would be the one in training."""
-        teacher, limit = self.config.rollouts.teacher, self.config.data.image_max_tokens
+        teacher = self.config.rollouts.teacher
         if teacher == "base" and self.config.model.train_vision == "projector":
             raise ValueError(
                 "--teacher base has no projector of its own, where the projector trains as a whole: leave out "
                 "--train-vision, or name a folder as the teacher"
             )
         if teacher not in (None, "base"):
-            own = read_vision(model_path(teacher, weights=False), limit, tokenizer)
+            own = read_vision(model_path(teacher, weights=False), tokenizer, **self.config.data.image_limits)
             if own != processor:
                 raise ValueError(
                     f"--teacher {teacher} makes other tokens of images than the student, or sees none: distill from a "

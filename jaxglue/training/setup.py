@@ -4,15 +4,17 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.formats import PLAIN
+from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import PreparedData
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.reads import ReadTask
+from jaxglue.data.reads import ReadDataset, ReadTask
 from jaxglue.data.report import DataReport
 from jaxglue.data.tokenize import first_row
 from jaxglue.distributed import SINGLE_PROCESS, Processes
@@ -24,13 +26,14 @@ from jaxglue.models import with_vision
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.tower_config import Trains
 from jaxglue.objectives.objective import Objective
+from jaxglue.objectives.reading import ReadObjective
 from jaxglue.planner.workload import TowerWork, Workload, sample_lengths
 from jaxglue.settings.config import is_jinja
 from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.config import RunConfig, TrainConfig
 from jaxglue.training.draft import plan_draft
 from jaxglue.training.remat import Asked, agree_on_mesh, runs_in_steps
-from jaxglue.training.row_source import row_source
+from jaxglue.training.row_source import Batches, row_source
 from jaxglue.training.run import (
     Base,
     Cadence,
@@ -62,6 +65,8 @@ from jaxglue.vision.records import record_image
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_STEPS = 4096
+"""Steps of which it is checked that they train something."""
 _FULLEST = 1.1
 """Targets of the row with most of them over those of others, about."""
 _log = logging.getLogger(__name__)
@@ -98,6 +103,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS, columns:
     workload, remat = agree_on_mesh(planned, model, lengths, processes, _expected_steps(planned, data), rows)
     source.check(workload.mesh, processes, vocabulary.tokenizer)
     batches, eval_batches, total_steps = source.batches(data, workload)
+    _check_losses(workload.objective, batches, processes)
     schedule = Schedule(total_steps=total_steps, optimizer=config.optimizer)
     if processes.is_main and 0 < total_steps <= schedule.warmup:
         _log.warning(
@@ -184,6 +190,27 @@ def resolve_model(config: TrainConfig, *, images: bool = False) -> Setup:
         remat=remat,
         recorded=config,
     )
+
+
+def _check_losses(objective: Objective, batches: Batches, processes: Processes) -> None:
+    """Refuse a run in whose first steps none can train anything, and warn of one in which several cannot."""
+    if not isinstance(objective, ReadObjective) or not isinstance(batches, BatchIterator):
+        return
+    dataset = batches.dataset
+    assert isinstance(dataset, ReadDataset)
+    whys = [objective.why_constant(dataset, units) for units in islice(batches.documents(), _STEPS)]
+    constant = [*filter(None, whys)]
+    if len(constant) == len(whys):
+        steps = "its step" if len(whys) == 1 else f"any of the first {len(whys):,} steps"
+        raise ValueError(
+            f"{constant[0]} in {steps}, whose loss is then constant and trains nothing: add rows or hard negatives, or "
+            "raise --documents-per-step"
+        )
+    if len(constant) > 1 and processes.is_main:  # one is a rest
+        _log.warning(
+            "%s in %d of the first %d steps, which train nothing: raise --documents-per-step",
+            *(constant[0], len(constant), len(whys)),
+        )
 
 
 def _read_task(objective: Objective) -> ReadTask | None:

@@ -126,6 +126,10 @@ class Processor:
     """Token whose own embeddings the layers of some models have at features; None for the features' token."""
     hearing: Hearing | None = None
     """Rule of clips of audio; None for a model that hears none."""
+    pixels: int | None = None
+    """Pixels above which an image counts as one that was made smaller; None for none."""
+    frame_pixels: int | None = None
+    """The same of a video's frame."""
 
     positions: ClassVar[bool] = False
     """Tokens have positions by time, height and width."""
@@ -137,6 +141,8 @@ class Processor:
     """Values of pixels are normalized before the model."""
     sizes: ClassVar[frozenset[str]] = frozenset()
     """Names in a file's `size`, if it has one, of which one is there; none where that is not read."""
+    default_tokens: ClassVar[int | None] = None
+    """Most tokens of an image where no setting bounds it; None for those of the model's files."""
     hears: ClassVar[bool] = False
     """Models with an `audio_config` hear clips, unless images' tokens see later ones: no such model is known."""
 
@@ -147,7 +153,7 @@ class Processor:
         Args:
             settings: of its image processor, as its files have them.
             raw: config.json.
-            max_tokens: a limit below the files'; None for the default.
+            max_tokens: a limit below the files'; None for theirs.
         """
         raise NotImplementedError
 
@@ -170,8 +176,21 @@ class Processor:
         """Return further tokens of an image, which are never trained on."""
         return tuple(text for text in (self.begin, self.end) if text)
 
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """Return the limits of images, as `read_processor` takes them."""
+        return {"max_tokens": self.max_tokens, "pixels": self.pixels, "frame_pixels": self.frame_pixels}
+
+    def bounded_grid(self, height: int, width: int, *, is_frame: bool = False) -> Grid:
+        """Return the patches of an image, or of a video's frame, of so many pixels, within the bounds of pixels."""
+        most = self.frame_pixels if is_frame else self.pixels
+        if most is not None and height * width > most:
+            shrink = math.sqrt(most / (height * width))
+            height, width = (max(1, int(side * shrink)) for side in (height, width))
+        return self.frame_grid(height, width) if is_frame else self.grid(height, width)
+
     def grid(self, height: int, width: int) -> Grid:
-        """Return the patches of an image of so many pixels."""
+        """Return the patches of an image of so many pixels, whatever the bounds of pixels."""
         raise NotImplementedError
 
     def for_videos(self, settings: Mapping[str, Any]) -> Self:
@@ -245,13 +264,22 @@ PROCESSORS = Registry[type[Processor]]("image processor")
 """Processors by the `model_type` of the models around a text model."""
 
 
-def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None = None) -> Processor | None:
+def read_processor(
+    folder: Path,
+    raw: Mapping[str, Any],
+    max_tokens: int | None = None,
+    *,
+    pixels: int | None = None,
+    frame_pixels: int | None = None,
+) -> Processor | None:
     """Return the processor of a model folder, without its tokens' texts; None for a model that sees no images.
 
     Args:
         folder: of the model.
         raw: config.json.
-        max_tokens: a limit of tokens an image; None for the default.
+        max_tokens: a limit of tokens an image; None for the default, or for the files' where images have `pixels`.
+        pixels: of an image, at most, before it is brought to the model's sizes; None for no such limit.
+        frame_pixels: of a video's frame.
 
     Raises:
         ValueError: settings that cannot be read, or a limit that is too low.
@@ -263,8 +291,10 @@ def read_processor(folder: Path, raw: Mapping[str, Any], max_tokens: int | None 
         or not isinstance(raw.get("vision_config"), Mapping)
     ):
         return None
-    processor = PROCESSORS[model_type].of(_image_settings(folder, PROCESSORS[model_type]), raw, max_tokens)
-    processor = processor.for_videos(_settings(folder, "video_processor"))
+    kind = PROCESSORS[model_type]
+    max_tokens = kind.default_tokens if max_tokens is None and pixels is None else max_tokens
+    processor = kind.of(_image_settings(folder, kind), raw, max_tokens).for_videos(_settings(folder, "video_processor"))
+    processor = replace(processor, pixels=pixels, frame_pixels=frame_pixels)
     if not processor.hears or processor.spans or not isinstance(raw.get("audio_config"), Mapping):
         return processor
     return replace(processor, hearing=Hearing.of(_settings(folder, "feature_extractor"), raw["audio_config"]))
@@ -358,6 +388,7 @@ class AreaProcessor(Processor):
     positions = True
     videos = "pairs"
     sizes = frozenset({"longest_edge", "max_pixels"})
+    default_tokens = DEFAULT_TOKENS
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -368,8 +399,9 @@ class AreaProcessor(Processor):
         size = settings.get("size") or {}
         least = settings.get("min_pixels") or size.get("shortest_edge") or 65_536
         most = settings.get("max_pixels") or size.get("longest_edge") or 16_777_216
-        limit = DEFAULT_TOKENS if max_tokens is None else max_tokens
-        tokens, most = min(most // area, limit), min(most, limit * area)
+        if max_tokens is not None:
+            most = min(most, max_tokens * area)
+        tokens = most // area
         if tokens < 4:
             raise ValueError(f"--image-max-tokens {tokens}: an image of this model takes at least 4 tokens")
         return cls(
@@ -395,6 +427,11 @@ class AreaProcessor(Processor):
             h, w = (max(f, math.floor(side / shrink / f) * f) for side in (height, width))
             h, w = (min(side, self.max_tokens * f) for side in (h, w))  # where the other one is a single patch
         return Grid(h // self.patch, w // self.patch)
+
+    def frame_grid(self, height: int, width: int) -> Grid:
+        """See `Processor`; a frame that was made smaller does not grow to an image's least size."""
+        least = self.min_pixels if self.frame_pixels is None else min(self.min_pixels, self.frame_pixels)
+        return replace(self, min_pixels=least).grid(height, width)
 
 
 for _model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"):
@@ -458,6 +495,7 @@ class EdgeProcessor(Processor):
     longest: int
     """Pixels of a side, at most."""
     sizes = frozenset({"longest_edge"})
+    default_tokens = DEFAULT_TOKENS
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], raw: Mapping[str, Any], max_tokens: int | None) -> Self:
@@ -465,7 +503,8 @@ class EdgeProcessor(Processor):
         patch, merge = raw["vision_config"].get("patch_size", 14), raw.get("spatial_merge_size") or 2
         unit = patch * merge
         longest = (settings.get("size") or {}).get("longest_edge") or 1540
-        tokens = DEFAULT_TOKENS if max_tokens is None else max_tokens
+        side = -(-longest // unit)
+        tokens = side * (side + 1) if max_tokens is None else max_tokens
         within = unit * int(math.sqrt(tokens + 0.25) - 0.5)  # with a token behind each row
         if within < 2 * unit:
             raise ValueError(f"--image-max-tokens {tokens}: an image of this model takes at least 6 tokens")

@@ -57,7 +57,7 @@ def _grid(source: ImageSource, data: bytes, processor: Processor, max_pixels: in
         if processor.hearing is None:
             raise ValueError("this model hears no audio, which Gemma 4 E2B and E4B do: leave out such rows")
         return processor.hearing.grid(data)
-    grid = (processor.frame_grid if source.kind == "frame" else processor.grid)(*image_size(data, max_pixels))
+    grid = processor.bounded_grid(*image_size(data, max_pixels), is_frame=source.kind == "frame")
     for frame in frames_of(data):
         read_image(frame, max_pixels)
     return grid

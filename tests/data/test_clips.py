@@ -34,7 +34,7 @@ def prepare(tmp_path, hearing):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = DataConfig(data=(str(path),), seq_len=512, cache_dir=str(tmp_path / "cache"))
         tokenizer = load_tokenizer(folder)
-        return prepare_data(config, tokenizer, processor=read_vision(folder, None, tokenizer))
+        return prepare_data(config, tokenizer, processor=read_vision(folder, tokenizer))
 
     return prepare
 

@@ -50,7 +50,7 @@ def prepare(tmp_path, seeing):
         settings = {"seq_len": 128, "cache_dir": str(tmp_path / "cache"), **settings}
         config = DataConfig(data=(str(path),), **settings)
         tokenizer = load_tokenizer(seeing)
-        processor = read_vision(seeing, config.image_max_tokens, tokenizer)
+        processor = read_vision(seeing, tokenizer, **config.image_limits)
         return prepare_data(config, tokenizer, task=task, columns=columns, processor=processor)
 
     return prepare
@@ -265,7 +265,7 @@ def test_equal_rows_of_another_folder_have_its_images(seeing, urls, tmp_path):
         (folder / "rows.jsonl").write_text(json.dumps({"messages": TEXT, "images": ["a.png"]}))
         config = DataConfig(data=(str(folder / "rows.jsonl"),), seq_len=128, cache_dir=str(tmp_path / "cache"))
         tokenizer = load_tokenizer(seeing)
-        prepared = prepare_data(config, tokenizer, processor=read_vision(seeing, None, tokenizer))
+        prepared = prepare_data(config, tokenizer, processor=read_vision(seeing, tokenizer))
         return document(prepared)[1]
 
     assert digests(tmp_path / "one", urls[0]) != digests(tmp_path / "other", urls[1])
@@ -339,7 +339,7 @@ def test_prompts_to_answer_share_their_images(prepare, urls, tmp_path, seeing):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(data=(str(tmp_path / "rows.jsonl"),), cache_dir=str(tmp_path / "cache"))
     tokenizer = load_tokenizer(seeing)
-    rules = partial(image_rules, read_vision(seeing, None, tokenizer), tokenizer=tokenizer)
+    rules = partial(image_rules, read_vision(seeing, tokenizer), tokenizer=tokenizer)
     data = read_prompts(config, tokenizer, answer=8, limit=256, images=rules)
     asked, text = data.prompts
     assert asked.columns == {"n": 1} and data.images_of(text) == []

@@ -11,6 +11,7 @@ from jaxglue.data.questions import read_gold, read_question
 
 CHOICE = {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "as the sky"}}
 SCORE = {"type": "score", "instructions": "How many?", "criteria": ["none", "some", "all"]}
+STARS = {"type": "score", "instructions": "How many stars?", "criteria": ["1", "2", "3"]}
 YES_NO = {"type": "noul", "instructions": "Is it?"}
 
 
@@ -23,6 +24,11 @@ YES_NO = {"type": "noul", "instructions": "Is it?"}
         (SCORE, {"label": 1}, [0, 1, 0]),
         (SCORE, {"label": "all"}, [0, 0, 1]),
         (SCORE, {"probabilities": {"0": 0.5, "2": 0.5}}, [0.5, 0, 0.5]),
+        (STARS, {"label": 3}, [0, 0, 1]),
+        (STARS, {"label": "3"}, [0, 0, 1]),
+        (STARS, {"probabilities": {"1": 0.25, "3.0": 0.75}}, [0.25, 0, 0.75]),
+        ({**SCORE, "criteria": [0.5, 1, 2]}, {"label": 1.0}, [0, 1, 0]),
+        ({**SCORE, "criteria": ["0", "1", "2 or more"]}, {"label": 2}, [0, 0, 1]),
         (YES_NO, {"noul": 0.9}, [0.9, 0.1]),
         (YES_NO, True, [1, 0]),
         (YES_NO, {"label": "no"}, [0, 1]),
@@ -54,6 +60,10 @@ def row(**changes):
         *(
             ({"questions": {"a": SCORE}, "gold": {"a": value}}, f"gold {value} is none")
             for value in (math.inf, math.nan)
+        ),
+        *(
+            ({"questions": {"a": STARS}, "gold": {"a": gold}}, "gold '?0'? is none .* not a number from 0")
+            for gold in (0, {"label": 0}, {"probabilities": {"0": 0.5, "1": 0.5}})
         ),
         ({"gold": {"color": {"probabilities": {"red": 0.5, "blue": 0.4}}}}, "gold probabilities have the sum 0.9"),
         ({"gold": {"color": {"probabilities": {"red": 1.5, "blue": -0.5}}}}, "1.5 is no probability"),

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 import shutil
+import string
 from collections import Counter
 
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.questions import read_questions, read_state
+from jaxglue.data.template import special_texts
 from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export_check import embed_rows, folder_parts, random_rows
 from jaxglue.hf.gguf import writer
 from jaxglue.hf.gguf.decisions import decision_template
+from jaxglue.hf.gguf.embeddings import embedding_metadata
 from jaxglue.hf.gguf.export import export_gguf
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.gguf.layout import interleaved_rows
@@ -526,6 +529,8 @@ def test_a_template_of_decisions_renders_the_prompt_of_training(make_tokenizer):
         "which": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "as the sky"}},
         "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "some"]},
         "is": {"type": "noul", "instructions": ""},
+        "odd": {"type": "choice", "instructions": " ", "criteria": {" g\"r'e ": " ", "blue sky": False}},
+        "falsy": {"type": "noul", "instructions": 0, "criteria": {"true": {}, "false": " x "}},
     }
     for name, question in questions.items():
         encoded = encoder.encode_units([encoder.asked(read_state(state), read_questions({name: question}))])
@@ -536,4 +541,45 @@ def test_a_template_of_decisions_renders_the_prompt_of_training(make_tokenizer):
             pairs = zip("AB", given.items(), strict=True)
             options = [{"label": label, "key": key, "description": text} for label, (key, text) in pairs]
         given = {"state": state, "type": question["type"], "instructions": question["instructions"]}
-        assert template.render(**given, options=options) == encoder.tokenizer.decode(encoded.tokens)
+        expected = encoder.tokenizer.decode(encoded.tokens).replace("Y: {}\nN: x", "yes: {}\nno: x")  # as files need
+        assert template.render(**given, options=options) == expected
+
+
+def test_files_of_embeddings_name_their_pooling_and_the_tokens_around_texts(make_tokenizer):
+    record, tokenizer = {"pooling": "last", "bidirectional": False}, make_tokenizer(bos_token="<|im_start|>")
+    assert embedding_metadata("qwen3", tokenizer, record | {"pooling": "mean"}) == {
+        **{"qwen3.pooling_type": 1, "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": False},
+    }
+    end = ("<|endoftext|>", tokenizer.pad_token_id)
+    frame = processors.TemplateProcessing(single=["$A", end[0]], special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = frame  # as Qwen3-Embedding's, whose eos_token is another
+    found = embedding_metadata("qwen3", tokenizer, record)
+    assert (found["qwen3.pooling_type"], found["tokenizer.ggml.eos_token_id"]) == (3, end[1])
+    assert found["tokenizer.ggml.add_eos_token"]
+    with pytest.raises(ValueError, match="see later ones: export a folder"):
+        embedding_metadata("qwen3", tokenizer, record | {"bidirectional": True})
+    frame = processors.TemplateProcessing(single=["$A", end[0], end[0]], special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = frame
+    with pytest.raises(ValueError, match=r"puts <\|endoftext\|> <\|endoftext\|> around texts"):
+        embedding_metadata("qwen3", tokenizer, record)
+
+
+def test_options_that_llama_cpp_labels_otherwise_are_refused_there(make_tokenizer):
+    def refuse(message):
+        raise ValueError(message)
+
+    environment = jinja2.Environment()
+    environment.globals["raise_exception"] = refuse
+    tokenizer = make_tokenizer()
+    template = environment.from_string(decision_template(DecisionEncoder(tokenizer), "", special_texts(tokenizer)))
+    given = {"state": "<|im_end|>", "type": "choice", "instructions": "Which?"}
+
+    def render(*labels):
+        return template.render(**given, options=[{"label": each, "key": "x", "description": None} for each in labels])
+
+    assert "< |im_end|>" in render("A", "B")
+    with pytest.raises(ValueError, match="single letters as options"):
+        render("A", "C")
+    assert len(render(*string.ascii_uppercase)) > 26
+    with pytest.raises(ValueError, match="rename them"):
+        render(*string.ascii_uppercase, "00")

@@ -13,17 +13,18 @@ from llama_cpp import ask
 from safetensors.numpy import load_file, save_file
 from selection import repeat, repeats, repeats_parts_of, thorough
 from split_texts import MARKS, PIECES, split_texts
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.commands import main
 from jaxglue.data.questions import read_questions, read_state
 from jaxglue.data.template import ChatTemplate
+from jaxglue.data.text_rows import end_texts
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import AssistantConfig, SamplingConfig
 from jaxglue.generation.drafts import Drafting
 from jaxglue.generation.engine import Engine
-from jaxglue.generation.reading import LoadedModel, PartReader, decisions, probabilities
+from jaxglue.generation.reading import LoadedModel, PartReader, decisions, probabilities, texts, vectors
 from jaxglue.generation.scoring import PromptScorer
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
@@ -652,17 +653,19 @@ def test_decisions_are_answered_with_our_probabilities(make_folder, make_tokeniz
         "is": {"type": "noul", "instructions": "Is it red?", "criteria": {"true": "as a rose", "false": None}},
         "which": {"type": "choice", "instructions": "Which?", "criteria": {"red": None, "blue": "sky", "green": None}},
         "many": {"type": "score", "instructions": "How many?", "criteria": ["none", "some", "all"]},
+        "odd": {"type": "choice", "instructions": " ", "criteria": {" g\"r'e ": " ", "blue sky": False, "日本": "🎉"}},
     }
-    states = ["It's red.\n\nIsn't it? ", {"color": ["red", 3], "note": None}]
+    states = ["It's red.\n\nIsn't it? ", {"color": ["red", 3], "note": None}, "a<|im_end|>\n<|im_start|>user\né"]
     bodies = [{"state": state, "questions": questions} for state in states]
     found = ask(model=tmp_path / "gguf/gguf-f16.gguf", decisions=bodies)["decisions"]
     reader = PartReader(LoadedModel.load(AssistantConfig(model=folder)), read_record(folder))
     asked, model = read_questions(questions), reader.model
     scorer = PromptScorer(model.graphdefs, model.config, model.frozen, model.dtype)
 
+    states[2] = states[2].replace("<|im", "< |im")  # by which they stay text
     for state, answer in zip(states, found, strict=True):
         read = reader.read(reader.encode(decisions(reader, [(read_state(state), asked)])))
-        _, which, many = probabilities(reader, read, list(asked.values()))
+        _, which, many, odd = probabilities(reader, read, list(asked.values()))
         answers, tokens = (
             answer["answers"],
             reader.encode(decisions(reader, [(read_state(state), {"is": asked["is"]})])),
@@ -675,4 +678,24 @@ def test_decisions_are_answered_with_our_probabilities(make_folder, make_tokeniz
         np.testing.assert_allclose(answers["is"]["noul"], yes, atol=2e-3)
         np.testing.assert_allclose([*answers["which"]["probabilities"].values()], which, atol=2e-3)
         np.testing.assert_allclose([*answers["many"]["probabilities"].values()], many, atol=2e-3)
+        np.testing.assert_allclose([*answers["odd"]["probabilities"].values()], odd, atol=2e-3)
         assert np.abs(many - 1 / 3).max() > 0.05
+
+
+@thorough("hf/test_gguf.py")
+@pytest.mark.parametrize(("pooling", "begins"), [("last", True), ("mean", False)])
+def test_texts_are_embedded_with_our_vectors(make_folder, make_tokenizer, pooling, begins, tmp_path):
+    folder, tokenizer = make_folder("qwen3"), make_tokenizer("plain", bos_token="<|im_start|>")
+    if begins:
+        frame = {"single": ["<|im_start|>", "$A"], "special_tokens": [("<|im_start|>", tokenizer.bos_token_id)]}
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**frame)
+    end_texts(tokenizer)
+    tokenizer.save_pretrained(folder)
+    settings = {"pooling": pooling, "bidirectional": False, "query_prompt": "", "document_prompt": ""}
+    write_record(folder, "embed", settings | {"max_text_length": 64, "similarity_scale": 20.0, "matryoshka_dims": []})
+    main(["export", "--gguf", "f16", "--base", str(folder), "--output", str(tmp_path / "gguf")])
+    odd = ["What is 3 plus 4?", " ", "\n\n", "naïve 日本 🎉", "<|im_end|>", "a b " * 10]
+    found = ask(model=tmp_path / "gguf/gguf-f16.gguf", embed=odd)["vectors"]
+    reader = PartReader(LoadedModel.load(AssistantConfig(model=folder)), read_record(folder))
+    ours = vectors(reader.read(reader.encode(texts(reader, odd, query=False))))
+    np.testing.assert_allclose(found, ours, atol=2e-3)

@@ -334,6 +334,22 @@ def test_parts_of_a_text_model_that_train_alone_are_refused(tmp_path, value):
         read(tmp_path, f"base_model: m\nlearning_rate: 1e-4\nunfrozen_parameters: {value}")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model_name_or_path: m\nfinetuning_type: freeze", "line 2: .*freeze': give .*--layers adapts"),
+        (
+            "model_name_or_path: m\nfinetuning_type: oft\noft_target: all",
+            "oft': give .*--dora or .*; line 3: oft_",
+        ),
+        ("model: m\ntuner_type: full\nfreeze_parameters_ratio: 0.5", "freeze_parameters_ratio: .*--layers adapts"),
+    ],
+)
+def test_methods_that_there_are_none_of_name_the_nearest(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, text)
+
+
 @pytest.mark.parametrize("value", ["{min_lr: [1]}", "{min_lr: 1e-5, power: 2}", "{min_lr: low}"])
 def test_last_learning_rates_that_are_none_are_refused(tmp_path, value):
     with pytest.raises(ValueError, match="line 3: lr_scheduler_kwargs: expected min_lr or"):

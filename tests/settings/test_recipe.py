@@ -149,6 +149,23 @@ def test_llama_factory_recipe_is_translated(write):
     config = parse_config(TrainConfig, ["--recipe", str(write(LLAMA_FACTORY)), "--data", "x"])
     assert (config.model.method, config.lora.rank, config.data.seq_len, config.run.epochs) == ("lora", 8, 2048, 3)
     assert config.lora.targets == ("q_proj", "v_proj")
+    assert (config.data.image_max_pixels, config.data.video_max_pixels) == (768 * 768, 256 * 256)
+    smaller = write(f"{LLAMA_FACTORY}image_max_pixels: 262144\n")
+    config = parse_config(TrainConfig, ["--recipe", str(smaller), "--data", "x"])
+    assert config.data.image_max_pixels == 262_144
+
+
+def test_sizes_of_images_that_other_programs_choose_are_told(write, caplog):
+    def told(recipe):
+        caplog.clear()
+        parse_config(TrainConfig, ["--recipe", str(write(recipe)), "--data", "x", "--learning-rate", "1e-4"])
+        return caplog.text
+
+    sees = "base_model: m\nprocessor_type: AutoProcessor\n"
+    assert "images are brought to the tower's own size there" in told(sees)
+    sized = told(f"{sees}image_size: 512\n")
+    assert "the result may differ: image_size" in sized and "own size there" not in sized
+    assert "images wider than the tower's own size" in told("model_name: m\nfinetune_language_layers: true\n")
 
 
 def test_trl_recipe_is_translated(write, caplog):

@@ -49,6 +49,7 @@ def test_silent_recipe_has_its_defaults(tmp_path, caplog):
         ({"truncation_strategy": "split"}, "data", {"overlong": "split"}),
         ({"loss_scale": "last_round"}, "data", {"loss_on": "last-turn"}),
         ({"loss_scale": "all+ignore_empty_think"}, "data", {"loss_on": "all", "mask_empty_thinking": True}),
+        ({"max_pixels": 1003520}, "data", {"image_max_pixels": 1003520}),
         ({"split_dataset_ratio": 0.2}, "data", {"eval_fraction": 0.2}),
         ({"use_chat_template": False}, "data", {"format": "text", "loss_on": "all"}),
         ({"columns": {"ask": "query", "say": "response"}}, "data", {"columns": "question=ask,answer=say"}),
@@ -104,6 +105,7 @@ def test_a_teacher_is_distilled_with_its_defaults(tmp_path, caplog):
     config = load(tmp_path, **given, per_device_train_batch_size=3, teacher_deepspeed="zero3", sft_alpha=0)
     objective, answers = config.objective, config.rollouts
     assert (objective.objective, objective.beta, objective.temperature) == ("distill", 0.5, 0.9)
+    assert load(tmp_path, **given, sft_alpha=0.1).objective.sft_alpha == 0.1
     assert (answers.teacher, answers.lmbda, answers.max_completion_length) == ("t", 0.5, 512)
     assert (answers.generation_batch_size, answers.num_generations, answers.steps_per_generation) == (18, None, 1)
     assert (config.data.seq_len, config.data.eval_fraction, config.lora.dropout) == (612, 0.0, 0.0)
@@ -143,7 +145,10 @@ def test_names_of_data_sets_have_their_hub_subset_and_rows(tmp_path, caplog):
         ({"quant_method": "hqq"}, "quant_method: expected bnb, got 'hqq'"),
         ({"rlhf_type": "ppo"}, "rlhf_type: expected dpo | kto | orpo | simpo | grpo | rm | gkd, got 'ppo'"),
         ({"rlhf_type": "gkd"}, "--objective distill needs --teacher"),
-        ({"rlhf_type": "gkd", "teacher_model": "t", "sft_alpha": 0.1}, "does not know: sft_alpha"),
+        (
+            {"rlhf_type": "gkd", "teacher_model": "t", "sft_alpha": 0.1, "lmbda": 1},
+            "--lmbda 1.0 is not for --sft-alpha 0.1",
+        ),
         ({"rlhf_type": "gkd", "teacher_model_server": "http://t"}, "teacher_model_server: no counterpart here"),
         ({"task_type": "embedding"}, "loss_type: expected infonce, got None"),
         ({"task_type": "prm"}, "task_type: expected seq_cls | embedding | reranker | generative_reranker, got 'prm'"),

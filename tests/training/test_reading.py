@@ -1,12 +1,15 @@
 """Models that answer in one pass, from rows to folders that are measured, embedded and merged."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from selection import thorough
 
 from jaxglue import evaluate, export, train
+from jaxglue.data.read_rows import ending
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import AssistantConfig
 from jaxglue.generation.reading import LoadedModel, PartReader, find_record, texts, vectors
 from jaxglue.hf.reading import SENTENCE_FILES
@@ -105,6 +108,7 @@ def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_js
     for name in ("one_pass.json", *SENTENCE_FILES):
         assert (checkpoint / name).read_bytes() == (summary.adapter / name).read_bytes()
     merged = export(adapter=summary.adapter, output=tmp_path / "merged")
+    assert all(ending(load_tokenizer(folder)) for folder in (summary.adapter, merged, checkpoint))
     assert json.loads((merged / "config.json").read_text())["is_causal"] is False
     assert [each["type"].rpartition(".")[2] for each in json.loads((merged / "modules.json").read_text())] == [
         "Transformer",
@@ -125,6 +129,39 @@ def test_embeddings_are_trained_merged_embedded_and_mined(with_weights, write_js
         mined_rows(EmbedConfig(model=merged, data=(held_out,), mine=2, output=tmp_path / "m.jsonl", mine_margin=1))
     )
     assert len(mined) == 8 and all(row["positive"] not in row["negative"] for row in mined)
+
+
+def pair(anchor, positive, *negatives):
+    return {"query": anchor, "positive": positive} | ({"negative": [*negatives]} if negatives else {})
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([pair("a", "b")], {}, "no pair has a negative in its step, whose loss is then constant"),
+        ([pair("a", "b"), pair("a", "c")], {}, "no pair has a negative in its step"),
+        ([pair("a", "b"), pair("c", "b")], {}, "no pair has a negative in its step"),
+        ([pair("a", "b"), pair("c", "d")], {"documents_per_step": 1}, "negative in any of the first 2 steps"),
+        ([pair("a", "b", "c")], {"documents_per_step": 1}, None),
+        ([pair("a", "b"), pair("c", "b", "d")], {}, None),
+        ([pair("a", "b"), pair("c", "d")], {}, None),
+        (
+            [{"sentence1": each, "sentence2": "b", "score": 0.5} for each in "ac"],
+            {"embed_loss": "cosent"},
+            "all pairs have the same similarity in its step",
+        ),
+    ],
+)
+def test_texts_of_which_nothing_is_learned_are_refused(make_config, write_jsonl, rows, settings, message):
+    config = make_config(objective="embed", data=(write_jsonl(rows, "texts.jsonl"),), **settings)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        resolve(config)
+
+
+def test_steps_of_texts_that_train_nothing_are_counted(make_config, write_jsonl, caplog):
+    data = write_jsonl([pair("a", "b"), pair("c", "d"), pair("e", "f", "g")], "texts.jsonl")
+    resolve(make_config(objective="embed", data=(data,), documents_per_step=1))
+    assert "no pair has a negative in 2 of the first 3 steps" in caplog.text
 
 
 @thorough("objectives/test_rerank.py")

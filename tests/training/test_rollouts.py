@@ -410,10 +410,11 @@ def make_distillation(make_run, model_folder, write_jsonl):
 
 
 def test_a_base_under_a_privileged_prompt_is_distilled(make_distillation):
-    config = make_distillation(beta=0.0, steps=8, learning_rate=3e-2, lmbda=0.5)
+    config = make_distillation(beta=0.0, steps=8, learning_rate=3e-2, lmbda=0.5, sft_alpha=0.01)
     lines = read_metrics(train(config).metrics)
     losses = [line["loss"] for line in lines]
     assert min(losses[-3:]) < 0.8 * max(losses[:3]) and losses[0] > 0.01
+    assert {line["sft_loss"] > 0 for line in lines} == {True, False}  # of the rows' answers alone
     answers = [line["answer"] for line in rollouts(config)]
     assert 0 < sum("b" in answer and len(answer) < 3 for answer in answers) < len(answers)  # some are the rows'
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import struct
 import zlib
 
@@ -90,6 +91,29 @@ def test_limits_that_are_no_whole_tokens_are_those_of_transformers(tmp_path, siz
 def test_no_shape_takes_more_tokens_than_the_limit(tmp_path, size, most):
     limited = read_processor(tmp_path, QWEN, most)
     assert limited.tokens(limited.grid(*size)) <= most
+
+
+@pytest.mark.parametrize("size", [(1600, 1200), (640, 480), (3000, 40)])
+def test_bounds_of_pixels_are_those_of_llama_factory(tmp_path, size):
+    """It makes an image smaller before transformers' processor, in whole pixels (`_preprocess_image`)."""
+    files = {"shortest_edge": 65536, "longest_edge": 16777216}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": files}))
+    image, most = picture(*size), 512 * 512
+    if image.width * image.height > most:
+        factor = math.sqrt(most / (image.width * image.height))
+        image = image.resize((int(image.width * factor), int(image.height * factor)))
+    theirs = Qwen2VLImageProcessorPil(size=files, patch_size=16)(images=[image], return_tensors="np")
+    bounded = read_processor(tmp_path, QWEN, pixels=most)
+    assert [1, *bounded.bounded_grid(*size[::-1])] == theirs["image_grid_thw"][0].tolist()
+
+
+def test_bounds_of_pixels_stand_in_place_of_tokens(tmp_path):
+    bounded = read_processor(tmp_path, QWEN, pixels=4_000_000, frame_pixels=128 * 128)
+    assert bounded.tokens(bounded.bounded_grid(2000, 2000)) == 62 * 62
+    assert bounded.tokens(bounded.bounded_grid(2000, 2000, is_frame=True)) == 16
+    assert bounded.key != read_processor(tmp_path, QWEN, pixels=4_000_000).key
+    both = read_processor(tmp_path, QWEN, 100, pixels=4_000_000)
+    assert both.tokens(both.bounded_grid(2000, 2000)) == 100
 
 
 def test_settings_of_other_processors_are_refused(tmp_path):

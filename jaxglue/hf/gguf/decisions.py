@@ -2,17 +2,19 @@
 
 import logging
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.decide_rows import DecisionEncoder
 from jaxglue.data.questions import CHOICE, SCORE, YES_NO, question_end
+from jaxglue.data.template import special_texts
 
 _TYPE = "lfm2-d1"
 """Type of decision models whose labels are those of training: yes and no, letters, and digits, at the output head."""
 _TEMPLATE = "systemone"
+_OTHER_LABELS = "single letters as options have other labels here than in training, as have more than 26: rename them"
 _log = logging.getLogger(__name__)
 
 
@@ -35,19 +37,30 @@ def decision_metadata(
     found: dict[str, Any] = {f"{architecture}.decision.type": _TYPE}
     for kind, value in record.get("temperatures", {}).items():
         found[f"{architecture}.decision.temperature.{kind}"] = float(value)
-    template = decision_template(encoder, "" if tokenizer.chat_template else tokenizer.bos_token or "")
+    ends = ("", special_texts(tokenizer)) if tokenizer.chat_template else (tokenizer.bos_token or "", ())
+    template = decision_template(encoder, *ends)
     return found | {"tokenizer.chat_templates": [_TEMPLATE], f"tokenizer.chat_template.{_TEMPLATE}": template}
 
 
-def decision_template(encoder: DecisionEncoder, begins: str = "") -> str:
-    """Return the prompt of a question as a Jinja template of its state, type, instructions and options."""
+def decision_template(encoder: DecisionEncoder, begins: str = "", special: Sequence[str] = ()) -> str:
+    """Return the prompt of a question as a Jinja template of its state, type, instructions and options.
+
+    It refuses options to which llama.cpp gives other labels than training did: single letters, which label themselves
+    there, and more than 26.
+
+    Args:
+        encoder: of the questions.
+        begins: before the prompt.
+        special: tokens that get a space behind their first character, as llama.cpp would read them inside of texts.
+    """
     frame = encoder.frame
-    asks = f"{{% if instructions %}}{_literal('Question: ')}{_text('instructions')}{_literal('\n')}{{% endif %}}"
-    description = f"{{% if o.description %}}{_literal(' - ')}{_text('o.description')}{{% endif %}}"
-    choices = f"{{{{ o.label }}}}{_literal(': ')}{_text('o.key')}{description}"
+    asks = _where_said("instructions", f"{_literal('Question: ')}{_text('instructions')}{_literal('\n')}")
+    description = _where_said("o.description", f"{_literal(' - ')}{_text('o.description')}")
+    check = f"{{% if o.label != '{string.ascii_uppercase}'[loop.index0] %}}{_refusal(_OTHER_LABELS)}{{% endif %}}"
+    choices = f"{check}{{{{ o.label }}}}{_literal(': ')}{{{{ plain(o.key) }}}}{description}"
     levels = f"{{{{ o.key }}}}{_literal(': ')}{_text('o.description')}"
     word = "{% if o.key == 'true' %}yes{% else %}no{% endif %}"
-    means = f"{{% if o.description %}}{word}{_literal(': ')}{_text('o.description')}{_literal('\n')}{{% endif %}}"
+    means = _where_said("o.description", f"{word}{_literal(': ')}{_text('o.description')}{_literal('\n')}")
     ends = {kind: _literal(question_end(kind, encoder.labels.names[kind])) for kind in (YES_NO, CHOICE, SCORE)}
     lines = {YES_NO: means, CHOICE: choices + _literal("\n"), SCORE: levels + _literal("\n")}
     of_type = {kind: f"{{% for o in options %}}{lines[kind]}{{% endfor %}}{ends[kind]}" for kind in lines}
@@ -56,15 +69,37 @@ def decision_template(encoder: DecisionEncoder, begins: str = "") -> str:
         f"{{% else %}}{of_type[SCORE]}{{% endif %}}"
     )
     state = f"{_literal(begins + frame.head)}{_text('state')}{_literal(frame.between)}"
-    return f"{state}{asks}{question}{_literal(frame.tail)}"
+    return f"{_plain(special)}{state}{asks}{question}{_literal(frame.tail)}"
+
+
+def _plain(special: Sequence[str]) -> str:
+    """Return the macro of a text in which no special token stands."""
+    pairs = ", ".join(f"[{_quoted(token)}, {_quoted(f'{token[0]} {token[1:]}')}]" for token in special)
+    put = "{% set found.text = found.text | replace(pair[0], pair[1]) %}"
+    replaced = f"{{% set found = namespace(text=text) %}}{{% for pair in [{pairs}] %}}{put}{{% endfor %}}"
+    return f"{{% macro plain(text) %}}{replaced}{{{{ found.text }}}}{{% endmacro %}}"
 
 
 def _literal(text: str) -> str:
     """Return a text as an expression of a template."""
+    return f"{{{{ {_quoted(text)} }}}}" if text else ""
+
+
+def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
-    return f"{{{{ '{escaped}' }}}}" if text else ""
+    return f"'{escaped}'"
+
+
+def _refusal(message: str) -> str:
+    return f"{{{{ raise_exception('{message}') }}}}"
+
+
+def _where_said(name: str, part: str) -> str:
+    """Return a part that is there where a value is neither none nor an empty text."""
+    return f"{{% if {name} is not none and ({name} is not string or {name} | trim) %}}{part}{{% endif %}}"
 
 
 def _text(name: str) -> str:
     """Return the expression of a text, or of other values as JSON."""
-    return f"{{% if {name} is string %}}{{{{ {name} | trim }}}}{{% else %}}{{{{ {name} | tojson }}}}{{% endif %}}"
+    json = f"{{{{ plain({name} | tojson) }}}}"
+    return f"{{% if {name} is string %}}{{{{ plain({name} | trim) }}}}{{% else %}}{json}{{% endif %}}"

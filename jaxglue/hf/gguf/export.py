@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.gguf.architectures import architecture_of
 from jaxglue.hf.gguf.decisions import decision_metadata
 from jaxglue.hf.gguf.drafts import WithDraft
+from jaxglue.hf.gguf.embeddings import embedding_metadata
 from jaxglue.hf.gguf.layout import KEYS_AND_VALUES, GgufTensor, Tensors, file_tensors, interleaved_rows
 from jaxglue.hf.gguf.linear_attention import matrices_in_file
 from jaxglue.hf.gguf.mamba import INPUT, row_factors
@@ -27,6 +29,8 @@ from jaxglue.hf.gguf.writer import FileTensor, write_gguf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.choices import GgufType
 
+_METADATA = {"decide": decision_metadata, "embed": embedding_metadata}
+"""Metadata of models that answer in one pass, by kind."""
 _QUANTIZATION_VERSION = 2
 _ALPHA = 1.0
 """Adapters are written with alpha = 1 and their scale in B, as it may differ between modules."""
@@ -42,7 +46,7 @@ def export_gguf(
     *,
     importance: Mapping[str, np.ndarray] | None = None,
     draft: WithDraft | None = None,
-    decides: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] = MappingProxyType({}),
     progress: DataProgress | None = None,
 ) -> Path:
     """Write a folder with `<output's name>-<kind>.gguf` and a Modelfile; return the file.
@@ -61,7 +65,8 @@ def export_gguf(
         importance: mean squares of the inputs [in], or [experts, in], by the matrix's name in the file; they weigh the
             errors of K-quants.
         draft: the tensors with those of a draft head, which llama.cpp drafts by; None for none.
-        decides: the record of a decision model, which llama.cpp's server then serves at /v1/systemone alone.
+        record: how the model answers in one pass (`jaxglue.hf.reading`); llama.cpp's server then serves decisions at
+            /v1/systemone alone, and embeds texts with their tokens and pooling.
         progress: shows the bytes written; by default nothing does.
 
     Raises:
@@ -83,8 +88,8 @@ def export_gguf(
     }
     metadata |= {f"{architecture}.{key}": value for key, value in shape.items()}
     metadata |= {f"tokenizer.{k}": v for k, v in vocabulary_metadata(tokenizer, embedding, stops).items()}
-    if decides is not None:
-        metadata |= decision_metadata(architecture, tokenizer, decides)
+    if (kind_of_record := record.get("kind")) in _METADATA:
+        metadata |= _METADATA[kind_of_record](architecture, tokenizer, record)
     if draft is not None:
         metadata |= {f"{architecture}.block_count": config.num_hidden_layers + 1}
         metadata |= {f"{architecture}.nextn_predict_layers": 1}

@@ -137,7 +137,10 @@ LLAMA_FACTORY = ForeignProgram(
     settings={
         "optimizer": _TRAINER["optimizer"],
         "run": _TRAINER["run"],
-        "data": {**_TRAINER["data"], "seq_len": 2048, "overlong": "truncate"},
+        "data": {
+            **_TRAINER["data"],
+            **{"seq_len": 2048, "overlong": "truncate", "image_max_pixels": 768**2, "video_max_pixels": 256**2},
+        },
     },
     adapter={"rank": 8, "dropout": 0.0, "targets": ("all-linear",), "exclude": _PEFT_EXCLUDES},
     alpha_by_rank=2.0,

@@ -187,9 +187,9 @@ _REASONS = {
         *("freeze_multi_modal_projector", "freeze_aligner", "freeze_llm"),
         *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules", "finetune_audio_layers"),
     ),
-    "--image-max-tokens bounds images, whose sizes are otherwise those of the model's files": (
-        *("image_size", "image_resize_algorithm", "image_max_pixels", "image_min_pixels"),
-        *("video_max_pixels", "video_min_pixels", "max_pixels", "min_pixels"),
+    "--image-max-pixels and --image-max-tokens bound images, whose sizes are otherwise those of the model's files": (
+        *("image_size", "image_resize_algorithm", "image_min_pixels", "video_min_pixels", "min_pixels"),
+        "vision_image_size",
     ),
     "rows name frames, clips and their times, and paths begin at the folder of the data": (
         *("video_fps", "video_maxlen", "audio_sampling_rate", "use_audio_in_video", "media_dir"),
@@ -203,7 +203,7 @@ AS_HERE: dict[str, tuple[Any, ...]] = {
     **{"label_smoothing_factor": (0,), "train_sampling_strategy": ("random",), "f_divergence_type": ("reverse_kl",)},
     **dict.fromkeys(("freeze_multi_modal_projector", "freeze_aligner"), (True,)),
     **{"finetune_language_layers": (True,), "finetune_attention_modules": (True,), "finetune_mlp_modules": (True,)},
-    **{"freeze_llm": (False,), "sft_alpha": (0,)},
+    **{"freeze_llm": (False,)},
     **{"mix_strategy": ("concat",), "quantization_type": ("nf4",), "reward_num_workers": (1,), "shuffle": (True,)},
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "shuffle_dataset"), (True,)),
     "shuffle_merged_datasets": (True,),
@@ -229,7 +229,7 @@ CHANGES = {
         "bias",
         "fp16",
         "freeze_aligner",
-        "image_max_pixels",
+        "image_size",
         "media_dir",
         "per_device_eval_batch_size",
     )
@@ -259,21 +259,27 @@ REFUSED = {
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
     "moe_aux_loss_coeff": "--router-balance-loss weighs the mean of the layers' losses, not their sum",
     **dict.fromkeys(
-        ("qat", "quantizer", "qat_scheme"),
+        ("qat", "quantizer", "qat_scheme", "fake_quant_after_n_steps"),
         "--serve-as nvfp4 (nf4, mxfp4, q4_k_m) trains an adapter for weights that are rounded when served",
     ),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio", "teacher_adapters", "teacher_model_server"),
-        "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes",
+        "--objective distill with --teacher learns a teacher's distributions, of answers that the model writes, or "
+        "with --lmbda 0 --beta 0 of the rows', beside their cross-entropy × --sft-alpha",
     ),
     "model_config": "config.json has the model's settings; --router-balance-loss weighs the balance of experts",
     "lora_target_parameters": "--targets names experts' projections, too",
     "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
     **dict.fromkeys(
-        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro"),
+        (
+            *("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"),
+            *("freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"),
+            *("trainable_parameters", "trainable_parameters_regex"),
+        ),
         "weights are trained as adapters or all of them, but those of a vision tower (--train-vision): --layers adapts "
         "some layers, --modules-to-save trains embed_tokens and lm_head whole",
     ),
+    **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "adapters are low-rank: --method lora"),
     **dict.fromkeys(
         (
             *("use_galore", "use_apollo", "use_badam", "relora", "lisa_n_layers", "lisa_activated_layers"),

@@ -161,6 +161,21 @@ def use_tower(recipe: Mapping[str, Any], values: Nested, program: ForeignProgram
     return None
 
 
+def use_images(recipe: Mapping[str, Any], program: ForeignProgram | None) -> str | None:
+    """Return a line about images that a recipe without their size brings to one."""
+    if program is AXOLOTL and recipe.get("processor_type") and not recipe.get("image_size"):
+        return (
+            "images are brought to the tower's own size there, where it has one, with black around them, and here to "
+            "those of the model's files"
+        )
+    if program is UNSLOTH and _PARTS & recipe.keys() and not recipe.get("vision_image_size"):
+        return (
+            "images wider than the tower's own size, or than 512 pixels where it has none, are made smaller there: "
+            "--image-max-pixels bounds them"
+        )
+    return None
+
+
 def use_whole_embedding(values: Nested, program: ForeignProgram | None) -> str | None:
     """Train the embedding whole where Unsloth's targets name it; return a line that says so."""
     lora = values.get("lora", {})

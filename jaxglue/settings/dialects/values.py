@@ -272,8 +272,8 @@ def _unfrozen(value: Any) -> Nested:
     plain = {re.sub(r"^\^|[.*$]+$", "", name) if isinstance(name, str) else name for name in names}
     if not {"model.language_model", "lm_head"} <= plain <= _TEXT_MODEL:
         raise ValueError(
-            f"no counterpart here but for the whole text model, model.language_model and lm_head, got {names!r:.100}: "
-            "--layers adapts some layers, --modules-to-save trains embed_tokens and lm_head whole"
+            "no counterpart here but for the whole text model, model.language_model and lm_head, got "
+            f"{names!r:.100}: --layers adapts some layers, --modules-to-save trains embed_tokens and lm_head whole"
         )
     return {"model": {"train_vision": "none"}}
 
