@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
     """Launch configuration of one kernel."""
@@ -125,7 +124,7 @@ def kernel_tiles(
 def tile_columns(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the columns of a head's tile, a power of two, and those of a second one for the rest of it; 0 for none.
 
-    Values have the second one where they are as wide as keys and narrower than `MOST_PARTED`, if both have fewer columns then.
+    Values have the second one where they are as wide as keys, and up to `MOST_PARTED`, if both have fewer columns then.
 
     Args:
         head_dim: of queries and keys.
