@@ -24,7 +24,8 @@ class TokenDecoder:
     def add(self, token: int) -> str:
         """Return the text that a token completes; none inside of a character."""
         self._tokens.append(token)
-        return "" if self._decode(self._tokens).endswith("\ufffd") else self.rest()
+        text = self._decode(self._tokens)
+        return "" if text.endswith("\ufffd") else self._show(text)
 
     def text_of(self, token: int) -> str:
         """Return the text that a token would complete, with U+FFFD for the part of a character; add nothing."""
@@ -32,7 +33,10 @@ class TokenDecoder:
 
     def rest(self) -> str:
         """Return the text of the waiting tokens, with U+FFFD in place of a character that is incomplete."""
-        text = self._decode(self._tokens)
+        return self._show(self._decode(self._tokens))
+
+    def _show(self, text: str) -> str:
+        """Note that the tokens' text is shown; return its new part."""
         if len(text) <= len(self._before):
             return ""
         piece = text[len(self._before) :]

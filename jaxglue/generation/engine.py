@@ -673,8 +673,7 @@ class DecodeBatch:
         The last value tells whether programs are waited for.
         """
         kind, whole = self._kind, self._whole
-        used = Features.union(features_of(sequence.request) for sequence in work.answers)
-        features = self._covering(used)
+        features = self._covering(self._table.features(work.answers))
         whole &= features.top == kind.features.top
         count = len(work.answers)
         drafts = self._pace.choose(
@@ -770,11 +769,11 @@ class DecodeBatch:
         self._pace.note(made.sum(1))
         if (steps.tokens == NOT_FINITE).any():
             raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
-        counts = (steps.tokens != IDLE).sum(0).tolist()
+        counts, drafted, taken = (x.tolist() for x in ((steps.tokens != IDLE).sum(0), made[0], made[1:].sum(0)))
         for column, (sequence, count) in enumerate(zip(work.answers, counts, strict=False)):
             sequence.windows -= 1
-            sequence.drafted += int(made[0, column]) * (rows - 1)
-            sequence.accepted += int(made[1:, column].sum())
+            sequence.drafted += drafted[column] * (rows - 1)
+            sequence.accepted += taken[column]
             if not count or sequence.length >= sequence.end:
                 continue  # it ended in the last window, or the caller ended it
             back = False
@@ -782,11 +781,11 @@ class DecodeBatch:
                 own, chosen = steps.tokens[:, column], count
                 count = sequence.matcher.take(own[own != IDLE].tolist())
                 back = count < chosen
-            which = np.flatnonzero(steps.tokens[:, column] != IDLE)[:count]
-            parts = [part[which, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs)]
+            which: Any = slice(count) if rows == 1 else np.flatnonzero(steps.tokens[:, column] != IDLE)[:count]
+            parts = (part[which, column] for part in (steps.tokens, steps.log_probs, steps.model_log_probs))
             most = sequence.request.top_log_probs
-            likely = [part[which, column, :most] for part in (steps.top_tokens, steps.top_log_probs)]
-            tokens = Tokens(*parts, *likely)
+            likely = (part[which, column, :most] for part in (steps.top_tokens, steps.top_log_probs))
+            tokens = Tokens(*(part.copy() for part in (*parts, *likely)))  # a part of a window would keep all of it
             ended = self._ended(sequence, tokens)
             self._scheduler.receive(sequence, tokens, ended is not None, back=back)
             if ended:

@@ -83,7 +83,8 @@ class SlotTable:
         self._exact = exact
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
-        self._stops = dict[int, frozenset[int]]()
+        self._stops, self._used = dict[int, frozenset[int]](), dict[int, Features]()
+        """Of each answer: tokens that end it, and its features."""
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
         self._deltas: Any = np.zeros(rows, np.int32) if sees else None
@@ -100,10 +101,16 @@ class SlotTable:
         """Add answers that wait, and end at these tokens or those of their requests."""
         for sequence in answers:
             self._stops[id(sequence)] = frozenset(stop).union(sequence.request.stop)
+            self._used[id(sequence)] = features_of(sequence.request)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove an answer that has ended."""
         self._stops.pop(id(sequence), None)
+        self._used.pop(id(sequence), None)
+
+    def features(self, answers: abc.Iterable[Sequence]) -> Features:
+        """Return what answers use."""
+        return Features.union({self._used[id(sequence)] for sequence in answers})
 
     def stop_tokens(self, sequence: Sequence) -> frozenset[int]:
         """Return the tokens that end an answer."""

@@ -449,7 +449,7 @@ class Scheduler:
         Returns:
             False if it must be known first how far these came.
         """
-        for sequence in [sequence for sequence in self._running if not sequence.waits]:
+        for sequence in [each for each in self._running if not each.waits and self._lack(each) > 0]:
             while sequence.slot is not None and not self._has(lack := self._lack(sequence)):
                 last = self._running[-1]
                 if last.windows:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
 
 from jaxglue.serve.answer_text import AnswerText
 from jaxglue.serve.call import Call
@@ -63,17 +64,25 @@ class Answers:
         for index in range(len(self.texts)) if not self._tickets else ():
             yield index
         while any(text.finish is None for text in self.texts):
-            if (news := await self._events.get()) is None:
-                raise ClientDisconnect
-            index, event = news
-            if event.error:
-                raise BadRequestError(event.error, 500)
-            text = self.texts[index]
-            if text.finish is None:
-                self._note(index, text.add(event), text.finish)
-                if text.finish is not None and event.finish is None:
-                    self._service.cancel(self._tickets[index // self._n], index % self._n)  # at a stop text
+            came = [await self._events.get()]
+            while not self._events.empty():  # of further windows, where the loop is late: they are sent together
+                came.append(self._events.get_nowait())
+            for index in dict.fromkeys(index for index, event in filter(None, came) if self._add(index, event)):
                 yield index
+            if None in came:
+                raise ClientDisconnect
+            if error := next((event.error for _, event in filter(None, came) if event.error), None):
+                raise BadRequestError(error, 500)
+
+    def _add(self, index: int, event: Event) -> bool:
+        """Add an event to its answer; return whether this had not ended."""
+        text = self.texts[index]
+        if event.error or text.finish is not None:
+            return False
+        self._note(index, text.add(event), text.finish)
+        if text.finish is not None and event.finish is None:
+            self._service.cancel(self._tickets[index // self._n], index % self._n)  # at a stop text
+        return True
 
     def _note(self, index: int, tokens: int, finish: str | None) -> None:
         """Count an answer's new tokens for the log and the metrics."""
@@ -115,7 +124,7 @@ class EventStream(StreamingResponse):
     """Server-sent events of answers, which end with it, also before the first event."""
 
     def __init__(self, events: AsyncIterator[str], answers: Answers):
-        super().__init__(_with_comments(events), media_type="text/event-stream")
+        super().__init__(events, media_type="text/event-stream")
         self._answers = answers
 
     async def __call__(self, *arguments: Any) -> None:
@@ -125,23 +134,27 @@ class EventStream(StreamingResponse):
         finally:
             self._answers.cancel()
 
+    async def stream_response(self, send: Send) -> None:
+        """Send the events, and comments, which clients skip, while none come: proxies close silent connections."""
+        one_at_a_time, last = asyncio.Lock(), time.monotonic()
 
-async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield events, and comments, which clients skip, while none come: proxies close connections that are silent."""
-    event = None
-    try:
-        while True:
-            event = event or asyncio.ensure_future(anext(events, None))
-            if not (await asyncio.wait([event], timeout=SILENCE))[0]:
-                yield ": waiting\n\n"
-            elif (text := event.result()) is None:
-                return
-            else:
-                event = None
-                yield text
-    finally:
-        if event:
-            event.cancel()
+        async def send_next(message: Message) -> None:
+            nonlocal last
+            async with one_at_a_time:
+                await send(message)
+                last = time.monotonic()
+
+        async def comment() -> None:
+            while True:
+                await asyncio.sleep(max(last + SILENCE - time.monotonic(), 0.0))
+                if time.monotonic() >= last + SILENCE:
+                    await send_next({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+
+        comments = asyncio.create_task(comment())
+        try:
+            await super().stream_response(send_next)
+        finally:
+            comments.cancel()
 
 
 def sent(value: dict[str, Any], kind: str | None = None) -> str:

@@ -65,9 +65,11 @@ def before(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
 
 def cut(text: str, ends: Sequence[str]) -> tuple[str, str, bool]:
     """Return a text before the first of `ends`, what after it may begin one of these, and whether one was in it."""
+    if not ends:
+        return text, "", False
     if stops := [text.find(end) for end in ends if end in text]:
         return text[: min(stops)], "", True
-    start, firsts = max(len(text) - max(map(len, ends), default=1) + 1, 0), {end[0] for end in ends}
+    start, firsts = max(len(text) - max(map(len, ends)) + 1, 0), {end[0] for end in ends}
     while start < len(text) and not (text[start] in firsts and any(end.startswith(text[start:]) for end in ends)):
         start += 1
     return text[:start], text[start:], False

@@ -30,7 +30,7 @@ from told import Told
 from jaxglue.serve import call as calls
 from jaxglue.serve import under_way
 from jaxglue.serve.server import make_app
-from jaxglue.serve.service import EndedError, Service, require_short
+from jaxglue.serve.service import EndedError, Event, Service, require_short
 
 GREEDY = SamplingConfig(temperature=0.0, top_p=1.0)
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -546,6 +546,33 @@ def test_a_client_that_hangs_up_before_its_answer_ends_it(served, stream):
     asyncio.run(asyncio.wait_for(make_app(assistant, Silent(), config)(scope, receive, send), 60))
     assert cancelled and set(cancelled) == {"ticket"}
     assert sent[0]["status"] == (200 if stream else 499)
+
+
+def test_tokens_of_several_windows_are_sent_together_where_the_loop_is_late(served):
+    assistant, _, config = served
+
+    class Late(Told):
+        def submit(self, request, listen, owner=None):
+            thread = threading.Thread(target=super().submit, args=(request, listen))
+            thread.start()
+            thread.join()  # in the loop, which is so late
+
+    told = Late(assistant.tokenizer.encode("So"), assistant.tokenizer.encode(" it"), [min(assistant.stops)])
+    response = post(TestClient(make_app(assistant, told, config)), "/v1/completions", prompt="a", stream=True)
+    assert [event["choices"][0]["text"] for event in events(response)] == ["So it"]
+
+
+def test_what_came_before_the_end_of_the_service_is_sent(served):
+    assistant, _, config = served
+
+    class Ends(Told):
+        def submit(self, request, listen, owner=None):
+            listen(Event(0, assistant.tokenizer.encode("So"), [0.0], None))
+            listen(Event(0, [], [], None, "the service has ended"))
+
+    response = post(TestClient(make_app(assistant, Ends([]), config)), "/v1/completions", prompt="a", stream=True)
+    first, last = (json.loads(line.removeprefix("data: ")) for line in response.text.split("\n") if line)
+    assert first["choices"][0]["text"] == "So" and "has ended" in last["error"]["message"]
 
 
 def test_a_stream_is_not_silent_while_its_answer_waits(served, monkeypatch):
