@@ -14,7 +14,6 @@ from jaxglue.generation.engine import Completion, Engine, completion_of
 from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import CachePlan
 from jaxglue.generation.scheduler import Request
-from jaxglue.generation.window_sizes import switching_often
 from jaxglue.models.parameters import Params
 from jaxglue.vision.rows import PromptImages
 
@@ -61,7 +60,6 @@ class TurnSource(Protocol):
         """Return whether no further turn comes."""
 
 
-@switching_often()
 def decode_turns(
     engine: Engine,
     trees: tuple[Params, Params],

@@ -173,11 +173,7 @@ _intervals = list[float]()
 
 @contextmanager
 def switching_often() -> Iterator[None]:
-    """Let Python's threads take turns every 0.2 ms, in place of 5.
-
-    Whoever dispatches lets go of the interpreter at each launch, and gets it back from a busy thread, which traces a
-    program or writes to clients, after so long: a row of prompts has a launch for each layer.
-    """
+    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
     _intervals.append(sys.getswitchinterval())
     sys.setswitchinterval(2e-4)
     try:

@@ -20,7 +20,6 @@ from jaxglue.generation.inputs import ProgramKind
 from jaxglue.generation.pages import PAGE, CachePlan
 from jaxglue.generation.sampling import Features
 from jaxglue.generation.scheduler import Finish, Request, Sequence
-from jaxglue.generation.window_sizes import switching_often
 
 STOPS, BIASES = 32, 64
 """Stop tokens, and tokens with a bias, of a request, at most."""
@@ -219,7 +218,6 @@ class Service:
         self._thread.join()
         self._batch.close()
 
-    @switching_often()
     def _serve(self) -> None:
         while True:
             try:

@@ -1,6 +1,5 @@
 """Turns of conversations, decoded together: as separate prompts, also from pages that were on the host meanwhile."""
 
-import sys
 from collections import deque
 
 import jax.numpy as jnp
@@ -56,7 +55,6 @@ class Source:
 
     def wait(self, seconds=60.0):
         self.waited.append(seconds)
-        self.interval = sys.getswitchinterval()
         self._next()
 
     @property
@@ -123,4 +121,3 @@ def test_turns_that_become_ready_during_a_window_are_waited_for(engine, monkeypa
     decode_turns(engine, trees, source, plan, SamplingConfig(max_tokens=MOST), (), whole=False)
     assert source.left == 0 and 7.0 in source.waited
     assert windows[:3] == [3, 1, 2], windows
-    assert source.interval == pytest.approx(2e-4) != sys.getswitchinterval(), "others' threads give way sooner"

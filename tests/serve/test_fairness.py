@@ -1,6 +1,5 @@
 """Turns of requests: an owner with many answers gives up slots to others, and its answers stay the same."""
 
-import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -217,10 +216,6 @@ def test_programs_are_compiled_later_where_clients_come_first(service):
     while service._programs_to_come:
         service.call(lambda: None).result(60)
     assert not refusals and service.call(lambda: None).result(60) is service.failure is None
-
-
-def test_the_thread_that_dispatches_waits_less_for_busy_ones(service):
-    assert service.call(sys.getswitchinterval).result(60) == pytest.approx(2e-4)
 
 
 def test_work_of_others_has_the_thread_between_windows(service):
