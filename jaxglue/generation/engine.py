@@ -330,10 +330,11 @@ class Engine:
         *,
         whole: bool,
         gathers: bool = False,
+        most_read: int | None = None,
     ) -> "DecodeBatch":
         """Return a batch without answers.
 
-        `kind` has all that they use; `gathers` is as of `Scheduler`, and other arguments as of `generate`.
+        `kind` has all that they use; `gathers` and `most_read` are as of `Scheduler`, others as of `generate`.
         """
         trees = self._programs.prepared(trainable), frozen
         self._tell_of_experts(trees, plan)
@@ -349,7 +350,7 @@ class Engine:
         states = None if programs.rows == 1 else (self.config.hidden_size, self._dtype)
         slots = make_sequences(plan, vocabulary, kind.all_features, place, states)
         pace = DraftPace(self._rule(trees), programs.rows - 1, self.drafts, waits=not self._ahead)
-        options = {"whole": whole, "gathers": gathers}
+        options: Any = {"whole": whole, "gathers": gathers, "most_read": most_read}
         return DecodeBatch(programs, trees, caches, slots, plan, kind, compiled, compiler, vocabulary, pace, **options)
 
     def _rule(self, trees: Trees) -> DraftRule | None:
@@ -466,6 +467,7 @@ class DecodeBatch:
         *,
         whole: bool,
         gathers: bool,
+        most_read: int | None,
     ):
         self._programs, self._trees, self._caches, self._plan = programs, trees, caches, plan
         self._kind, self._compiler, self._whole = kind, compiler, whole
@@ -484,6 +486,7 @@ class DecodeBatch:
             outside=_pages_outside(plan),
             tile=programs.tile,
             gathers=gathers,
+            most_read=most_read,
         )
         self._leaving = list[PageCopy]()
         """Copies of pages on their way to the host."""

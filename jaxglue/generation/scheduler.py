@@ -28,11 +28,6 @@ _GATHERED = 16
 """Part of the slots that is free before some of many answers begin that wait for one."""
 _LONG = 32
 """Behind very long texts a suffix of this part of them is read so, too."""
-_READ = 2 * PREFILL_TOKENS - LONGEST_SUFFIX
-"""Tokens of prompts before a window from which the next prompt waits for the one after it: they mostly fill two rows.
-
-Answers under way wait for them, and the first of many that come at once have their tokens before the last.
-"""
 Finish = Literal["stop", "length", "until"]
 """Why an answer ended: a stop token, its limit or the model's, or the caller."""
 
@@ -250,8 +245,9 @@ class Scheduler:
         tile: answers have training's bits, whose keys are in tiles of so many tokens; None for any bits. Pages of
             answers then serve no prompt, whose tiles do not begin anew within it.
         gathers: more answers than find a slot wait until a part of the slots is free, and for others to their prompt:
-            all others wait for a pass of prompts, which takes long however few these are. Without it nobody waits for
-            many prompts at once: further ones are read before later windows.
+            all others wait for a pass of prompts, which takes long however few these are.
+        most_read: tokens of prompts before a window from which the next prompt waits for a later one: nobody waits for
+            those of all who come at once, and the first of these have their tokens before the last. None for any.
     """
 
     def __init__(
@@ -265,6 +261,7 @@ class Scheduler:
         outside: int = 0,
         tile: int | None = None,
         gathers: bool = False,
+        most_read: int | None = None,
     ):
         self._tile = tile
         self._remembers, self._rewinds, self._outside = remembers, rewinds, outside
@@ -273,7 +270,7 @@ class Scheduler:
         self._waiting, self._steps = deque[Sequence](), steps * rows
         self._pool, self._slots = PagePool(plan.pages), list(range(plan.slots - 1, -1, -1))
         self._pages, self._gathered = max(plan.pages, 1), max(plan.slots // _GATHERED, 1) if gathers else 1
-        self._most_read = float("inf") if gathers else _READ
+        self._most_read = float("inf") if most_read is None else most_read
         self._running: list[Sequence] = []
         self._promised = 0
         """Pages that the running answers are likely to take yet."""

@@ -17,9 +17,9 @@ from jaxglue.generation.config import GREEDY
 from jaxglue.generation.engine import DecodeBatch
 from jaxglue.generation.grammar import is_installed
 from jaxglue.generation.inputs import ProgramKind
-from jaxglue.generation.pages import PAGE, CachePlan
+from jaxglue.generation.pages import PAGE, PREFILL_TOKENS, CachePlan
 from jaxglue.generation.sampling import Features
-from jaxglue.generation.scheduler import Finish, Request, Sequence
+from jaxglue.generation.scheduler import LONGEST_SUFFIX, Finish, Request, Sequence
 
 STOPS, BIASES = 32, 64
 """Stop tokens, and tokens with a bias, of a request, at most."""
@@ -27,6 +27,8 @@ _PIECE, _CUT = 16_384, 8
 """Characters of a long text that are tokenized at a time, and tokens that cutting it there may add."""
 _SHARE, _AHEAD = 4, 4
 """A part of the slots that no owner has alone, and answers that wait in the batch for slots that become free."""
+_READ = 2 * PREFILL_TOKENS - LONGEST_SUFFIX
+"""Tokens of prompts before a window, at most, but for the last one's: they mostly fill two rows."""
 _TURNS = 4
 """A part of a window for owners' answers that have rested the longest."""
 _TYPICAL, _SHORTEST = 8192, 1024
@@ -120,7 +122,7 @@ class Service:
         weights = assistant.adapter, assistant.frozen
         self.failure: str | None = None
         """Reason for the service's end; None while it runs."""
-        self._batch: DecodeBatch = self._engine.open(*weights, plan, kind, whole=True)
+        self._batch: DecodeBatch = self._engine.open(*weights, plan, kind, whole=True, most_read=_READ)
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
         self._thread.start()
 

@@ -145,10 +145,13 @@ class EventStream(StreamingResponse):
                 last = time.monotonic()
 
         async def comment() -> None:
+            nonlocal last
             while True:
                 await asyncio.sleep(max(last + SILENCE - time.monotonic(), 0.0))
-                if time.monotonic() >= last + SILENCE:
-                    await send_next({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                async with one_at_a_time:
+                    if time.monotonic() >= last + SILENCE:  # still, and not as the stream has ended meanwhile
+                        await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                        last = time.monotonic()
 
         comments = asyncio.create_task(comment())
         try:
