@@ -269,6 +269,20 @@ def test_a_request_that_comes_during_a_window_is_in_the_next_one(service):
     assert windows[:2] == [1, 2]
 
 
+def test_prompts_of_many_who_come_at_once_are_read_before_several_windows(assistant, monkeypatch):
+    monkeypatch.setattr("jaxglue.serve.service._READ", 8)
+    service = Service(assistant, slots=4, length=256, most=8)
+    _, windows = spare_once(service, 0.0)
+    gate, asker = threading.Event(), Asker(service)
+    service.call(lambda: gate.wait(60))
+    for client in "abcd":
+        asker.ask(client, Request([5, 6, 7, 8, 9, 10], replace(SAMPLED, max_tokens=30)))
+    gate.set()
+    asker.wait(4)
+    service.close()
+    assert windows[:2] == [2, 4]  # of each prompt five tokens are read
+
+
 def test_a_service_that_waits_for_news_works_and_ends(assistant):
     service = Service(assistant, slots=2, length=256, most=4)
     waits, windows = spare_once(service, 600.0)
