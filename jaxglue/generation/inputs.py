@@ -83,8 +83,9 @@ class SlotTable:
         self._exact = exact
         self._nobody, self._vocabulary, rows = plan.slots, vocabulary, plan.slots + 1
         self._words = -(-vocabulary // 32) if kind.all_features.grammars else None
-        self._stops, self._used = dict[int, frozenset[int]](), dict[int, Features]()
-        """Of each answer: tokens that end it, and its features."""
+        self._stops = dict[int, frozenset[int]]()
+        self._used = dict[int, Features]()
+        """Features of answers by their ids."""
         self._tables: Any = np.zeros((rows, plan.table), np.int32)
         self._ranks: Any = np.ones((rows, kind.ranks), bool) if kind.ranks else None
         self._deltas: Any = np.zeros(rows, np.int32) if sees else None
