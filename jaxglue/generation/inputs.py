@@ -252,7 +252,7 @@ class PromptInputs:
 
         Then follow the prompts' last rows, and their slots; nobody's where there are fewer.
         """
-        used = sum(len(prompt.tokens) - prompt.begin for prompt in row)
+        used = sum(prompt.missing for prompt in row)
         T = _SHORT_SUFFIX if used <= _SHORT_SUFFIX else LONGEST_SUFFIX
         zeros: Any = partial(np.zeros, dtype=np.int32)
         rope: Any = None  # made by `extend`
@@ -260,18 +260,18 @@ class PromptInputs:
         tables = zeros((T, self._plan.table))
         slots[:], end = self._plan.slots, 0
         for prompt in row:
-            begin, end = end, end + len(prompt.tokens) - prompt.begin
+            begin, end = end, end + prompt.missing
             tokens[begin:end], slots[begin:end] = prompt.tokens[prompt.begin :], prompt.slot
             positions[begin:end] = np.arange(prompt.begin, len(prompt.tokens))
             turned[begin:end] = positions[begin:end] + (0 if prompt.images is None else prompt.images.delta)
             tables[begin:end, : len(prompt.pages)], forks[begin:end] = prompt.pages, prompt.fork
             pages[begin:end] = np.array(prompt.pages, np.int32)[positions[begin:end] // PAGE]
-        ranks = self._ranks(row, [len(prompt.tokens) - prompt.begin for prompt in row], T)
+        ranks = self._ranks(row, [prompt.missing for prompt in row], T)
         options: Any = {"windows": self._windows, "ranks": ranks}
         places = Places(pages=(pages,), offsets=positions % PAGE, slots=slots, **options)
         at: Any = {"slots": slots, "positions": positions, "forks": None if self._tile is None else forks}
         cursor = Cursor(places=places, tables=(tables,), rope=rope, **at)
-        last = np.cumsum([len(prompt.tokens) - prompt.begin for prompt in row]) - 1
+        last = np.cumsum([prompt.missing for prompt in row]) - 1
         pad = 0, max(_power_of_two(len(row)), _PADDED) - len(row)
         owners = np.pad([prompt.slot for prompt in row], pad, constant_values=self._plan.slots)
         return tokens, turned, cursor, np.pad(last, pad).astype(np.int32), owners.astype(np.int32)

@@ -153,6 +153,11 @@ class Prefill(NamedTuple):
         return np.where(place < self.fork, place, place - self.fork + aligned(self.fork, self.tile))
 
     @property
+    def missing(self) -> int:
+        """Return the tokens whose keys and values are not there."""
+        return len(self.tokens) - self.begin
+
+    @property
     def room(self) -> int:
         """Return the tokens of a row that they take."""
         return aligned(self.fork, self.tile) + aligned(len(self.tokens) - self.fork, self.tile)
@@ -186,6 +191,8 @@ class SchedulerOutput:
     prompts: list[Prefill] = field(default_factory=list)
     suffixes: list[Prefill] = field(default_factory=list)
     """Prompts of which the beginnings are there, or are among the prompts; after these."""
+    read: int = 0
+    """Tokens of both that are computed."""
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages from and to, copied after the prefill."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -201,12 +208,6 @@ class SchedulerOutput:
         return sum(sequence.length for sequence in self.answers)
 
     @property
-    def read(self) -> int:
-        """Return the tokens of prompts that are computed before the window."""
-        rooms, suffixes = (prompt.room for prompt in self.prompts), (len(x.tokens) - x.begin for x in self.suffixes)
-        return sum(rooms) + sum(suffixes)
-
-    @property
     def rows(self) -> Iterator[list[Prefill]]:
         """Yield prompts that share a row of `PREFILL_TOKENS`, `PROMPTS` at most, or one that is longer."""
         return _packed(self.prompts, PREFILL_TOKENS, lambda prompt: prompt.room)
@@ -214,7 +215,7 @@ class SchedulerOutput:
     @property
     def suffix_rows(self) -> Iterator[list[Prefill]]:
         """Yield suffixes that share a row of `LONGEST_SUFFIX` tokens."""
-        return _packed(self.suffixes, LONGEST_SUFFIX, lambda suffix: len(suffix.tokens) - suffix.begin)
+        return _packed(self.suffixes, LONGEST_SUFFIX, lambda suffix: suffix.missing)
 
 
 def _packed(prefills: abc.Sequence[Prefill], most: int, tokens_of: Callable[[Prefill], int]) -> Iterator[list[Prefill]]:
@@ -560,6 +561,7 @@ class Scheduler:
             own: Any = {"fork": fork, "tile": self._tile or 1}
             prefill = Prefill(tokens, first.slot, first.pages, begin, first.request.ranks, first.request.images, **own)
             (work.suffixes if begin else work.prompts).append(prefill)
+            work.read += prefill.missing if begin else prefill.room
         full, partial = divmod(len(tokens), PAGE)
         for sequence in others:
             assert sequence.slot is not None
