@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from jaxglue.commands.interrupts import STATUS
+from jaxglue.engine.garbage_collection import leave_out_what_lives_on
 from jaxglue.serve.config import ServeConfig
 from jaxglue.terminal.lines import echo
 
@@ -73,6 +74,7 @@ def _run(config: ServeConfig, app: Any, names: list[str]) -> None:
     """Answer requests until the process is asked to stop."""
     import uvicorn
 
+    from jaxglue.generation.window_sizes import switching_often
     from jaxglue.serve.connections import announcing_server, bounded_protocol
 
     ready = f"serving {', '.join(names)} at http://{config.host}:{config.port}/v1"
@@ -83,4 +85,6 @@ def _run(config: ServeConfig, app: Any, names: list[str]) -> None:
         "timeout_graceful_shutdown": 5,
     }
     settings = uvicorn.Config(app, host=config.host, port=config.port, **connections)
-    announcing_server(settings, lambda: echo(ready, error=True)).run()
+    leave_out_what_lives_on()
+    with switching_often():
+        announcing_server(settings, lambda: echo(ready, error=True)).run()

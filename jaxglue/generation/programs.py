@@ -52,13 +52,17 @@ IDLE = -1
 """Stands for the token of a sequence that has ended."""
 NOT_FINITE = -2
 """Stands for a token whose logits are infinite or NaN."""
-_WINDOW_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Merged matmuls of one input would copy weights together in every step."""
-_SEVERAL_OPTIONS = _WINDOW_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
-"""For several sequences: cuBLAS adds to the residual stream in place, and XLA's Triton kernels are slower among others
-than where XLA compares them."""
+ONE_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""XLA's, for windows of one sequence: merged matmuls of one input would copy weights together in every step."""
+SEVERAL_OPTIONS = ONE_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
+"""For several: cuBLAS adds to the residual stream in place, and XLA's Triton kernels are slower among others than where
+XLA compares them."""
+LAYER_OPTIONS = STEP_OPTIONS | {"xla_gpu_graph_min_graph_size": 1 << 20}
+"""For programs that are called with another layer's arrays each time: no CUDA graphs, since to write these addresses
+into a graph's nodes takes the host longer than to launch its kernels."""
 _jit = partial(Program, compiler_options={})
 """`jax.jit` for programs that windows call, or are a part of."""
+_jit_layer = partial(Program, compiler_options=LAYER_OPTIONS)
 _COPIED = 2**23
 """Bytes of a layer's pages or states that are copied at a time: of few, XLA gathers all layers' at once."""
 Trees = tuple[Params, ...]
@@ -134,10 +138,10 @@ class CachedLayer:
 
     def __init__(self, graphdef: nnx.GraphDef, *, fp8: bool = True, exact: bool = False):
         self._graphdef, self._fp8, make = graphdef, fp8, _makes(exact)
-        self.prefill = jit_step(self._prefill, donate_argnames=("x", "cache"))
-        self.fill = jit_step(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
+        self.prefill = _jit_layer(self._prefill, donate_argnames=("x", "cache"))
+        self.fill = _jit_layer(lambda *arguments: self._prefill(*arguments)[1], donate_argnums=2)
         self.decode = make(self._decode, donate_argnames="cache")
-        self.extend = jit_step(self._extend, donate_argnames="cache")
+        self.extend = _jit_layer(self._extend, donate_argnames="cache")
         self.verify = _jit(self._verify, donate_argnames="cache")
         self.settle = jit_step(self._settle, donate_argnames="states")
 
@@ -262,7 +266,7 @@ class EnginePrograms:
             "donate_argnames": ("slots", "caches"),
             "static_argnames": ("plan", "features", "drafts", "steps"),
         }
-        one, several = (STEP_OPTIONS, STEP_OPTIONS) if exact else (_WINDOW_OPTIONS, _SEVERAL_OPTIONS)
+        one, several = (STEP_OPTIONS, STEP_OPTIONS) if exact else (ONE_OPTIONS, SEVERAL_OPTIONS)
         self._run_one = Program(self._scan, compiler_options=one, **options)
         self._run_several = Program(self._scan, compiler_options=several, **options)
         self._note = jax.jit(_count_prompts, donate_argnames="counts")

@@ -4,12 +4,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxglue.serve.answer_text import AnswerText
 from jaxglue.serve.call import Call
@@ -100,7 +101,7 @@ class Answers:
 
     async def finish(self, http: HttpRequest) -> None:
         """Wait for the answers, unless the client hangs up; errors as of `progress`."""
-        hung_up = asyncio.create_task(self._hang_up(http))
+        hung_up = asyncio.create_task(self.hang_up(http.receive))
         try:
             async for _ in self.progress():
                 pass
@@ -108,9 +109,9 @@ class Answers:
             hung_up.cancel()
             self.cancel()
 
-    async def _hang_up(self, http: HttpRequest) -> None:
+    async def hang_up(self, receive: Receive) -> None:
         """Wait until the client hangs up, and end the progress: no answer may have a slot, and so any news."""
-        while (await http.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         self._events.put_nowait(None)
 
@@ -127,11 +128,14 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream")
         self._answers = answers
 
-    async def __call__(self, *arguments: Any) -> None:
-        """Send the events."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, unless the client hangs up."""
+        hung_up = asyncio.create_task(self._answers.hang_up(receive))
         try:
-            await super().__call__(*arguments)
+            with suppress(ClientDisconnect):
+                await self.stream_response(send)
         finally:
+            hung_up.cancel()
             self._answers.cancel()
 
     async def stream_response(self, send: Send) -> None:

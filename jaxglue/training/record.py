@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import psutil
 
+from jaxglue.engine.garbage_collection import leave_out_what_lives_on
 from jaxglue.files.atomic import atomic_file
 from jaxglue.files.json_lines import read_steps
 from jaxglue.planner.gpus import peak_flops
@@ -98,8 +99,7 @@ class Recorder:
     def _begin(self, step: int, progress: TrainingProgress) -> None:
         self.has_compiled = True
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
-        gc.collect()  # or garbage would stay until the end, too
-        gc.freeze()
+        leave_out_what_lives_on()
         self.meter.restart()
         self._timer.stage("first step")
         progress.say(f"step {step}: loss {self.last_loss:.4f}; start-up took {self._timer}")
