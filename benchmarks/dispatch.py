@@ -26,7 +26,8 @@ from shapes import SHAPES
 from jaxglue.generation import programs
 from jaxglue.generation.engine import DecodeBatch, Engine
 from jaxglue.generation.inputs import ProgramKind, PromptInputs
-from jaxglue.generation.pages import make_caches, pages_of
+from jaxglue.generation.pages import CachePlan, make_caches, pages_of
+from jaxglue.generation.programs import EnginePrograms
 from jaxglue.generation.scheduler import Prefill
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
@@ -48,11 +49,9 @@ def median(call: Callable[[], tuple[float, float]]) -> dict[str, float]:
     return {name: round(statistics.median(values) * 1e3, 2) for name, values in times}
 
 
-def time_rows(engine: Engine, trees: tuple, sizes: list[int]) -> Iterator[dict]:
+def time_rows(made: EnginePrograms, plan: CachePlan, trees: tuple, sizes: list[int], dtype) -> Iterator[dict]:
     """Yield the times of rows of prompts of about 256 tokens."""
-    plan = engine.plan_lengths([(256, 512)] * 64, free=16e9)
-    inputs, made = PromptInputs(plan, engine._programs.windows, 0), engine._programs
-    caches = make_caches(plan, made.cached, engine.cache_dtype, engine._dtype, None, made.rows)
+    inputs, caches = PromptInputs(plan, made.windows, 0), make_caches(plan, made.cached, dtype, dtype, None, made.rows)
     for size in sizes:
         length, pages = min(size, 256), pages_of(min(size, 256))
         prompts = [
@@ -77,11 +76,11 @@ def time_windows(engine: Engine, trees: tuple, streams: int, vocabulary: int) ->
     requests = draw_requests(streams, 256, [256] * streams, vocabulary, 1.0)
     plan = engine.plan(requests)
     batch, spent = engine.open(*trees, plan, ProgramKind.of(requests, ()), whole=True), list[float]()
-    run = DecodeBatch._dispatch
+    run = vars(DecodeBatch)["_dispatch"]
 
     def timed(self: DecodeBatch, work: object) -> object:
         begun = time.perf_counter()
-        window = run(self, work)  # type: ignore[arg-type]
+        window = run(self, work)
         spent.append(time.perf_counter() - begun)
         return window
 
@@ -118,7 +117,9 @@ def main() -> None:
             patch.dict(programs.SEVERAL_OPTIONS, options),
         ):
             engine = Engine(graphdefs, config, dtype=dtype)
-        found = [*time_rows(engine, tuple(trees), args.rows)]
+            made = EnginePrograms(graphdefs, config, dtype, "auto", [True] * len(graphdefs.layers))
+        plan = engine.plan_lengths([(256, 512)] * 64, free=16e9)
+        found = [*time_rows(made, plan, tuple(trees), args.rows, dtype)]
         found += [time_windows(engine, tuple(trees), streams, config.vocab_size) for streams in args.streams]
         rows += [{"by": name} | row for row in found]
         for row in found:

@@ -47,6 +47,13 @@ ROUNDS, FASTER = 8, 0.03
 """Rounds before those that count, at most, and the part of its time by which one is faster where another follows."""
 
 
+_AS_JAX = """import jax
+jax.config.update("jax_pjrt_client_create_options", {"max_inflight_computations": 32})
+from jaxglue.commands import main
+main()"""
+"""Our server in a process whose host dispatches 32 programs ahead of the GPU, as by JAX's default."""
+
+
 class Answer(NamedTuple):
     """What the client saw of a request."""
 
@@ -152,10 +159,11 @@ def warm_up(send: Callable[[int], float], limit: float) -> int:
 def command_of(server: str, model: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Return a server's command and environment."""
     streams, length = str(max(args.streams)), str(max(args.prompt) + args.longest + 1)
-    if server == "ours":
+    if server != "vllm":
         flags = [*("--model", str(model), "--random-weights", "0", "--port", str(port), "--name", NAME)]
         flags += ["--batch-size", streams, "--max-requests", str(2 * int(streams)), "--max-length", length]
-        command = [sys.executable, "-m", "jaxglue", "serve", *flags, "--no-request-log", *shlex.split(args.ours_flags)]
+        run = ["-m", "jaxglue"] if server == "ours" else ["-c", _AS_JAX]
+        command = [sys.executable, *run, "serve", *flags, "--no-request-log", *shlex.split(args.ours_flags)]
         return command, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"} | os.environ
     flags = [*("--load-format", "dummy", "--port", str(port), "--served-model-name", NAME, "--max-num-seqs", streams)]
     flags += [
@@ -272,7 +280,7 @@ def ratios(rows: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--servers", nargs="+", choices=("ours", "vllm"), default=["ours", "vllm"])
+    parser.add_argument("--servers", nargs="+", choices=("ours", "ours-32-ahead", "vllm"), default=["ours", "vllm"])
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="requests at a time")
     parser.add_argument("--requests", type=int, default=4, help="of a round, for each one at a time")
     parser.add_argument("--prompt", type=int, nargs=2, default=[64, 512], help="least and most tokens of a prompt")

@@ -10,6 +10,9 @@ from jaxglue.distributed import find_process_info, visible_gpus
 if TYPE_CHECKING:
     from jaxglue.training.config import TrainConfig
 
+_IN_FLIGHT = 1024
+"""Programs that the host may dispatch ahead of the GPU."""
+
 
 def start_devices(config: "TrainConfig") -> None:
     """Open this machine's devices in the background; a run of several processes opens them later, together."""
@@ -27,6 +30,18 @@ def start_devices(config: "TrainConfig") -> None:
     if alone:
         raise_pinned_limit(os.environ)
         threading.Thread(target=_open, args=(jax,), daemon=True).start()
+
+
+def dispatch_far_ahead() -> None:
+    """Let the host dispatch more programs ahead of a GPU than JAX's 32, unless JAX's own setting names a number.
+
+    A row of prompts is a program for each layer. The host would wait for most of these before it dispatched the window
+    behind them, and before it read the tokens of the window in front.
+    """
+    import jax
+
+    if visible_gpus() and jax.config.jax_pjrt_client_create_options is None:
+        jax.config.update("jax_pjrt_client_create_options", {"max_inflight_computations": _IN_FLIGHT})
 
 
 def _open(jax: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any
 
+from jaxglue.commands.devices import dispatch_far_ahead
 from jaxglue.commands.interrupts import STATUS
 from jaxglue.engine.garbage_collection import leave_out_what_lives_on
 from jaxglue.serve.config import ServeConfig
@@ -27,6 +28,7 @@ def main(config: ServeConfig) -> None:
     from jaxglue.serve.server import make_app, make_read_app
     from jaxglue.serve.service import Service
 
+    dispatch_far_ahead()
     record = find_record(config)
     if record.get("kind") == "embed" or record.get("score"):
         if config.adapters:
