@@ -2,7 +2,7 @@
 
     python benchmarks/generation.py --rows all --json benchmarks/results/generation.json
     python benchmarks/generation.py --shape qwen3-0.6b --streams 1 64 --requests 0
-    python benchmarks/generation.py --rows "granite-4-h-small fp8" --compare "states asked for first"    # beside others
+    python benchmarks/generation.py --rows "gpt-oss-20b" --compare NAME    # beside others
 
 `--rows` names settings of the table in docs/generation.md; other flags describe one setting.
 

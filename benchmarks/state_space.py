@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from delta_rule import MATMUL, copy_rate, relative_error, step_milliseconds
 from measure import log_normal_lengths, milliseconds, write_results
 
-from jaxglue.ops.backend import UNTRIED, compute_capability
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.segments import PackedSegments, pack_segments
 from jaxglue.ops.state_space import STATE_STEP, StateHeads, advance_states, gated_group_norm, state_space
 
@@ -140,9 +140,8 @@ def steps(model: str, sequences: int, layers: int = 8) -> dict:
 
     stored = jnp.zeros((sequences, heads.values, heads.state_dim, heads.value_dim))
     ms = step_milliseconds(advance, stored, layers, token)
-    rate, untried = 2 * stored.nbytes / ms * 1e3, sorted(UNTRIED & {"states asked for first"})
-    row = {"model": model, "case": f"step of {sequences}", "ms": ms, "of a copy's rate": rate / copy_rate()}
-    return row | ({"without": untried} if untried else {})
+    rate = 2 * stored.nbytes / ms * 1e3
+    return {"model": model, "case": f"step of {sequences}", "ms": ms, "of a copy's rate": rate / copy_rate()}
 
 
 def main() -> None:
@@ -152,7 +151,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--seconds", type=float, default=60, help="that a peer may take for a model")
     parser.add_argument("--kernels", action="store_true", help="do not time what XLA compiles")
-    parser.add_argument("--steps", action="store_true", help="only steps of 64 and 256, and by kernels without a run")
+    parser.add_argument("--steps", action="store_true", help="only steps of 64 and 256")
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers' processes need memory, too
     segments = pack_segments([_lengths(16_384, 30)], seq_len=16_384)
@@ -167,10 +166,6 @@ def main() -> None:
     for model in args.models if args.steps else ():
         for sequences in (64, 256):
             add(steps(model, sequences))
-            untried = set(UNTRIED)
-            UNTRIED.clear()
-            add(steps(model, sequences))
-            UNTRIED.update(untried)
     if args.steps:
         return
     for model in args.models:

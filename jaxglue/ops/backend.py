@@ -259,7 +259,6 @@ UNTRIED: set[str] = {
     "experts with few rows in training's order",
     "pages looked up a tile before",
     "crowded rows in one order",
-    "states asked for first",
 }
 """Kernels and the like that no GPU has run, or timed, since they were last changed. Tests marked gpu run them; until
 these have passed, no other call does."""

@@ -13,18 +13,18 @@ from jaxglue.ops.norm_rope.kernels import normed, rms_scale
 @triton.jit
 def step_kernel(
     xbc, step, g, skip, slots, begun, states, out,
-    N: tl.constexpr, G: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, FIRST: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Advance some columns of one head's state by a sequence's token; grid (P / BLOCK_P, N, sequences).
 
-    With FIRST all of the state is asked for before the token, whose barriers keep the compiler from reading a part at
-    a time.
+    All of the state is asked for before the token, whose barriers keep the compiler from reading a part at a time.
     """
     column, n, sequence = tl.program_id(0) * BLOCK_P, tl.program_id(1), tl.program_id(2)
     keys, values = tl.arange(0, S), column + tl.arange(0, BLOCK_P)
-    if FIRST:
-        places, known = _state(slots, begun, states, sequence, n, keys, values, N, S, P)
-        state = tl.load(places, mask=known[:, None], other=0.0)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    places = states + (slot * N + n) * S * P + keys[:, None] * P + values[None, :]
+    known = (tl.load(begun + sequence) > 0) & (keys >= 0)
+    state = tl.load(places, mask=known[:, None], other=0.0)
     group = n // (N // G)
     row = xbc + sequence * (N * P + 2 * G * S)
     x = tl.load(row + n * P + values).to(tl.float32)
@@ -32,22 +32,11 @@ def step_kernel(
     c = tl.load(row + N * P + (G + group) * S + keys).to(tl.float32)
     decay = tl.exp(tl.load(g + sequence * N + n).to(tl.float32))
     size = tl.load(step + sequence * N + n).to(tl.float32)
-    if not FIRST:
-        places, known = _state(slots, begun, states, sequence, n, keys, values, N, S, P)
-        state = tl.load(places, mask=known[:, None], other=0.0)
     state = decay * state
     state += b[:, None] * (size * x)[None, :]
     tl.store(places, state)
     total = tl.sum(state * c[:, None], 0) + tl.load(skip + n).to(tl.float32) * x
     tl.store(out + (sequence * N + n) * P + values, total.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _state(slots, begun, states, sequence, n, keys, values, N: tl.constexpr, S: tl.constexpr, P: tl.constexpr):
-    """Return the places of a part of a head's state, and whether it has begun."""
-    slot = tl.load(slots + sequence).to(tl.int64)
-    places = states + (slot * N + n) * S * P + keys[:, None] * P + values[None, :]
-    return places, (tl.load(begun + sequence) > 0) & (keys >= 0)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxglue.ops import backend
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, dot_precision, shape_dtype_of
 from jaxglue.ops.segments import PackedSegments
@@ -124,7 +123,6 @@ class TritonStateStep(Launcher):
         (N, P, G, S), sequences = heads, len(xbc)
         written, columns = (jax.new_ref(states), jax.new_ref(jax.lax.empty((sequences, N, P), xbc.dtype))), _COLUMNS
         sizes = {"N": N, "G": G, "S": S, "P": P, "BLOCK_P": min(columns, P)}
-        sizes["FIRST"] = "states asked for first" not in backend.UNTRIED
         cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sequences * N * S * P * 4)
         arrays = xbc, step, g, skip, slots, begun.astype(jnp.int32), *written
         grid = P // min(columns, P), N, sequences

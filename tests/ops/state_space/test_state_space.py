@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from selection import repeat, repeats, repeats_parts_of
 
-from jaxglue.ops import backend
 from jaxglue.ops.backend import compute_capability, tracing_for
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.recurrence import recur
@@ -120,11 +119,9 @@ def test_states_behind_packed_documents_are_those_of_steps(rule):
     np.testing.assert_allclose(states[0, : len(lengths)], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("untried", [set(), {"states asked for first"}], ids=["first", "last"])
-def test_interpreted_step_equals_the_reference(untried, interpreted, monkeypatch):
+def test_interpreted_step_equals_the_reference(interpreted):
     from jaxglue.ops.state_space.triton import TritonStateStep
 
-    monkeypatch.setattr(backend, "UNTRIED", untried)
     xbc, step, g, skip = arguments(1, 3)
     states = jax.random.normal(jax.random.key(1), (7, 4, 32, 16))
     slots, begun = jnp.array([4, 0, 6]), jnp.array([True, False, True])
