@@ -9,8 +9,9 @@ requests to each, in the same order: random prompts of tokens, answers of length
 from the whole vocabulary, so that (by random weights) nearly none ends early; counted are the tokens that the server
 says it made. Rounds of half of the requests, every other one streamed, come first and do not count: programs compile in
 them, until a round is hardly faster than those before. Then a round of whole answers, and one of half of the requests,
-streamed, for the time to the first token. Each round has prompts of its own, which no server knows from one before.
-"steady s" are the seconds from a server's start until the rounds that count.
+streamed, for the time to the first token: of those that come all at once, and of those that come one by one, as others
+end. Each round has prompts of its own, which no server knows from one before. "steady s" are the seconds from a server's start
+until the rounds that count.
 """
 
 import argparse
@@ -117,16 +118,16 @@ async def ask(port: int, request: dict, *, stream: bool) -> Answer:
 
 
 async def ask_all(port: int, requests: list[dict], streams: int, *, stream: bool) -> tuple[list[Answer], float]:
-    """Send all requests, so many at a time; return the answers and the seconds of all."""
-    waiting, answers = iter(requests), list[Answer]()
+    """Send all requests, so many at a time; return the answers, in the requests' order, and the seconds of all."""
+    waiting, answers = iter(enumerate(requests)), dict[int, Answer]()
 
     async def client() -> None:
-        for request in waiting:
-            answers.append(await ask(port, request, stream=stream))
+        for index, request in waiting:
+            answers[index] = await ask(port, request, stream=stream)
 
     begun = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(streams)))
-    return answers, time.perf_counter() - begun
+    return [answers[index] for index in range(len(requests))], time.perf_counter() - begun
 
 
 async def ask_both(port: int, requests: list[dict], streams: int) -> float:
@@ -241,7 +242,10 @@ def send_rounds(streams: int, args: argparse.Namespace, begun: float) -> dict:
     row = {"requests": len(requests), "answers' tokens": made}
     row |= {"tokens/s": round(made / seconds, 1), "seconds": round(seconds, 2)}
     row |= _quantiles("answer s", [answer.seconds for answer in whole])
-    row |= _quantiles("first token s", [answer.first for answer in streamed])
+    first = [answer.first for answer in streamed]
+    row |= _quantiles("first token s", first)
+    row |= _quantiles("first token s, all at once", first[:streams])
+    row |= _quantiles("first token s, one by one", first[streams:])
     return row | {"warm-up rounds": rounds, "steady s": round(steady, 1)}
 
 
@@ -254,7 +258,7 @@ def told(server: str, model: Path, args: argparse.Namespace, log: Path) -> Itera
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}, p{q}": round(float(np.percentile(values, q)), 3) for q in (50, 99)}
+    return {f"{name}, p{q}": round(float(np.percentile(values, q)), 3) for q in (50, 99) if values}
 
 
 def gpu_memory() -> float | None:
