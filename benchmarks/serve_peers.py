@@ -10,8 +10,8 @@ from the whole vocabulary, so that (by random weights) nearly none ends early; c
 says it made. Rounds of half of the requests, every other one streamed, come first and do not count: programs compile in
 them, until a round is hardly faster than those before. Then a round of whole answers, and one of half of the requests,
 streamed, for the time to the first token: of those that come all at once, and of those that come one by one, as others
-end. Each round has prompts of its own, which no server knows from one before. "steady s" are the seconds from a server's start
-until the rounds that count.
+end. Each round has prompts of its own, which no server knows from one before. "steady s" are the seconds from a
+server's start until the rounds that count.
 """
 
 import argparse
