@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from selection import repeat
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.adapter_check import check_adapter
@@ -79,7 +80,7 @@ def make_adapter(folder, base, **changes):
     return tensors
 
 
-@pytest.mark.parametrize(("raw", "start"), [(GEMMA, OLD), (GEMMA, NEW), (MISTRAL, OLD), (LFM, NEW)])
+@pytest.mark.parametrize(("raw", "start"), [(GEMMA, OLD), repeat(GEMMA, NEW), (MISTRAL, OLD), (LFM, NEW)])
 def test_text_model_is_that_of_a_folder_of_its_own(raw, start, make_folder, tmp_path):
     base, alone = make_folder(raw, start), tmp_path / "alone"
     alone.mkdir()

@@ -74,7 +74,15 @@ def assert_close(got, expected, tolerance=2e-6):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [*((name, None) for name in ROWS), ("long and short parts", 6), ("many continuations", 6)]
+    ("name", "window"),
+    [
+        ("parts on tile boundaries", None),
+        ("many continuations", None),
+        ("long and short parts", 6),
+        repeat("long and short parts", None),
+        repeat("a gap of several tiles", None),
+        repeat("many continuations", 6),
+    ],
 )
 def test_reference_equals_two_documents(name, window):
     rows = ROWS[name]
