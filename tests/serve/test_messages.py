@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from local_client import TestClient
+from selection import repeats
 from told import Told
 
 from jaxglue.data.tokenizer import load_tokenizer
@@ -189,7 +190,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("part", HOSTILE)
+@pytest.mark.parametrize("part", repeats([*HOSTILE], "prefix", "stop", "parameter"))
 def test_hostile_texts_are_answered_or_refused(server, part):
     client, _ = server(f"I look.{CALL}")
     for text in (*hostile.TEXTS[::3], *hostile.mixtures(7, 20)):
