@@ -168,12 +168,12 @@ def _fewer(slots: int) -> list[int]:
 
 
 _intervals = list[float]()
-"""Switch intervals found by the threads that compile, the first of which is put back."""
+"""Switch intervals found by those that take turns often, the first of which is put back."""
 
 
 @contextmanager
 def switching_often() -> Iterator[None]:
-    """Let Python's threads take turns every 0.2 ms: by default one that traces a program holds up dispatch for 5."""
+    """Let Python's threads take turns every 0.2 ms: by default tracing or reading requests holds up dispatch for 5."""
     _intervals.append(sys.getswitchinterval())
     sys.setswitchinterval(2e-4)
     try:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -101,15 +101,21 @@ class Answers:
 
     async def finish(self, http: HttpRequest) -> None:
         """Wait for the answers, unless the client hangs up; errors as of `progress`."""
-        hung_up = asyncio.create_task(self.hang_up(http.receive))
-        try:
+        with self.listening(http.receive):
             async for _ in self.progress():
                 pass
+
+    @contextmanager
+    def listening(self, receive: Receive) -> Iterator[None]:
+        """End the progress where the client hangs up, and with the context the answers."""
+        hung_up = asyncio.create_task(self._hang_up(receive))
+        try:
+            yield
         finally:
             hung_up.cancel()
             self.cancel()
 
-    async def hang_up(self, receive: Receive) -> None:
+    async def _hang_up(self, receive: Receive) -> None:
         """Wait until the client hangs up, and end the progress: no answer may have a slot, and so any news."""
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -130,13 +136,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, unless the client hangs up."""
-        hung_up = asyncio.create_task(self._answers.hang_up(receive))
-        try:
-            with suppress(ClientDisconnect):
-                await self.stream_response(send)
-        finally:
-            hung_up.cancel()
-            self._answers.cancel()
+        with self._answers.listening(receive), suppress(ClientDisconnect):
+            await self.stream_response(send)
 
     async def stream_response(self, send: Send) -> None:
         """Send the events, and comments, which clients skip, while none come: proxies close silent connections."""
